@@ -12,7 +12,7 @@ from ditile.cache.config import DBCacheConfig, DBPruneConfig, FoCaCalibratorConf
 from ditile.cache.config_text import parse_cache_line
 from ditile.cache.methods.magcache import MagCacheConfig
 from ditile.cli import main
-from ditile.plan.errors import DitileError, ModelError, PlanError
+from ditile.plan.errors import DitileError, PlanError
 from ditile.plan.flag_parser import collect_arguments, normalize_flags
 from ditile.runner.requests.cache_options import CacheOptions, LoraChoice
 
@@ -55,14 +55,6 @@ def test_flags_of_other_methods() -> None:
         arguments = parse_cache_line(line)
         for given in (words, ("--cache-line", line)):
             assert read(*given).build_cache_arguments() == arguments
-    for words, message in (
-        (("--sea", "0.3", "--spectrum", "3"), "there is one cache in one line"),
-        (("--sea", "0.3", "--cache", "--taylorseer"), "and --cache too"),
-        (("--mag-ratios", "flux"), "is for --mag"),
-        (("--mag", "0.1"), "no mag_ratios"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            read(*words)
 
 
 def test_degrees_of_a_parallel_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,9 +99,6 @@ def test_flags_change_the_method_of_a_file_and_replace_none(tmp_path: Path) -> N
     assert isinstance(both["cache_config"], MagCacheConfig)
     assert both["calibrator_config"] == TaylorSeerCalibratorConfig()
     assert isinstance(read("--config", path, "--cache").build_cache_arguments()["cache_config"], DBCacheConfig)
-    for words, says in (("--rdt 0.1", "has MagCacheConfig"), ("-order 2", "is for --taylorseer")):
-        with pytest.raises(DitileError, match=says):
-            read("--config", path, *words.split())
     with pytest.raises(DitileError, match="is a cache, and another one is given too"):
         read("--schedule", "a.json", "--prune")
 

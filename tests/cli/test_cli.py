@@ -225,24 +225,6 @@ finally:
     assert "AssertionError" not in done.stderr and done.stdout + done.stderr
 
 
-def test_help_shows_on_one_screen_what_most_people_need(capsys: pytest.CaptureFixture[str]) -> None:
-    """A failure would mean a wall of flags, or a name in the list that is not a flag any more."""
-    command = "generate"
-    texts = []
-    for flag in ("--help", "--help-all"):
-        with pytest.raises(SystemExit) as ended:
-            main.main([command, flag])
-        assert ended.value.code == 0
-        texts.append(capsys.readouterr().out)
-    short, full = texts
-    assert len(short.splitlines()) <= 30 < 150 < len(full.splitlines())
-    assert f"ditile {command} --help-all" in short
-    for name in main.list_commands()[command].essential:
-        flag = "PROMPT" if name == "prompt" else "--" + name.replace("_", "-")
-        assert flag in short and flag in full
-    assert "--use-cfg-parallel" not in short and "--stage-weights" not in short
-
-
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [

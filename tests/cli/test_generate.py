@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from ditile import ModelError
 from ditile.cli import main
 from ditile.model.known import ASSETS
-from ditile.runner import runner as dividing
 from ditile.runner.requests import arguments
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import read_picture_texts
@@ -34,23 +33,6 @@ from tests.runner.single_files import COMFY, write_sparse_flux
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 SMALL = ("generate", "a red circle", "--steps", "2", "--seed", "7", "--height", "64", "--width", "64", "--threads", "1")
-
-
-def test_text_encoders_leave_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure would mean that --text-after changes nothing, or the picture."""
-    runners: list[Any] = []
-    divide = dividing.parallelize
-
-    def parallelize(*args: Any, **options: Any) -> Any:
-        runners.append(divide(*args, **options))
-        return runners[-1]
-
-    monkeypatch.setattr(dividing, "parallelize", parallelize)
-    for after in ("keep", "free"):
-        assert main.main([*SMALL, "--text-after", after, "--out", f"{after}.png"]) == 0
-    kept, freed = (sum(p.numel() for p in runner.pipe.text_encoder.parameters()) for runner in runners)
-    assert freed == 0 < kept
-    assert np.array_equal(np.asarray(opened("keep.png")), np.asarray(opened("free.png")))
 
 
 GANTT = """
@@ -147,24 +129,6 @@ def test_what_the_system_refuses_to_write(
         assert says in refused(capsys, *SMALL, *words)
 
 
-def test_who_only_starts_ranks_does_not_import_torch(tmp_path: Path) -> None:
-    """Seconds before the first rank starts and behind the last one, otherwise."""
-    code = f"""
-import sys
-from ditile.cli import main
-from ditile.cli.outcome import summarize_outcome
-report = {{"seconds": dict.fromkeys(("total", "text", "denoise", "decode"), 1.0), "synchronous": [0], "steps": 1}}
-report |= {{"warmup_mode": "serial", "peak_memory_bytes": 1, "bytes_sent": 1, "key_bytes": 0, "cache_bytes": 0}}
-report |= {{"reference_tokens": 0, "reference_steps": [], "recorded": None}}
-made = summarize_outcome(plan="data=2", model="flux", seed=1, images=["x.png"], reports=[report, report])
-main.launch = lambda fn, ranks, args, **_: [made] * ranks
-assert main.main(["generate", "a red circle", "--out", {str(tmp_path / "x.png")!r}, "--data", "2"]) == 0
-assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules), "imported"
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0 and "rank 1: 1 B" in done.stdout, done.stderr
-
-
 def asked(pipe: Any, height: int, width: int) -> dict[str, Any]:
     return arguments.build_call_arguments(pipe, GenerateOptions(prompt="a circle", height=height, width=width), {})
 
@@ -202,15 +166,14 @@ def test_an_error_that_is_not_the_pipelines_is_not_called_a_refusal() -> None:
         assert not isinstance(caught.value, ModelError)
 
 
-@pytest.mark.parametrize("words", [("--steps", "2"), ("--dry-run",)])
 def test_a_pipeline_of_proteins_is_refused_before_it_is_loaded(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failure: minutes of denoising, and then an error because there is no picture."""
     Path("model").mkdir()
     Path("model/model_index.json").write_text('{"_class_name": "RFD4ProteinaPipeline", "_diffusers_version": "0.42.1"}')
     monkeypatch.setattr("ditile.runner.load.load", lambda *_, **__: pytest.fail("a model was loaded"))
-    line = refused(capsys, "generate", "a circle", "--model", "model", *words)
+    line = refused(capsys, "generate", "a circle", "--model", "model")
     assert " and images, videos and sounds are written here; in Python, ditile.para" in line
 
 

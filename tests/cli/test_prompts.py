@@ -64,16 +64,6 @@ def test_a_picture_per_line_and_only_what_is_missing(
     assert facts["skipped"] == 3 and facts["bytes_sent"] == []
 
 
-def test_two_ranks_make_what_one_makes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Stages that wait for each other between prompts too; the summary is the only thing on the standard output."""
-    facts = made(capsys, "--pipefusion", "2", "--warmup", "2", "--out-dir", "two")
-    assert facts["images"] == [f"two/{k:04}.png" for k in range(3)] and len(facts["bytes_sent"]) == 2
-    made(capsys, "--out-dir", "one")
-    for k in range(3):
-        one, two = (np.asarray(opened(f"{folder}/{k:04}.png")) for folder in ("one", "two"))
-        assert np.array_equal(one, two)
-
-
 def levels(one: str, other: str) -> int:
     """The largest difference of two pictures."""
     return int(np.abs(np.subtract(*(np.asarray(opened(path)).astype(int) for path in (one, other)))).max())

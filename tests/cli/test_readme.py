@@ -22,7 +22,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from PIL import Image
-from torch._dynamo import config as dynamo
 
 from ditile.cli import main
 from ditile.model.known import ASSETS, list_bundled_models
@@ -160,28 +159,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     call = {"height": 32, "width": 24, "num_inference_steps": 12, "max_sequence_length": 12}
     (path / "generation.json").write_text(json.dumps(call))
     return str(path)
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("--cache --Fn 8 --Bn 0 --rdt 0.08 --track-memory --perf", "DBCache_F8B0_W8I1M0MC0_R0.08"),
-        ("--cache --quantize --compile --Fn 1 --Bn 0 --steps 10 --height 16 --width 16", "DBCache_F1B0"),
-    ],
-)
-def test_the_command_lines_of_the_example(
-    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str,
-    says: str,
-) -> None:  # fmt: skip
-    """In this process. Nothing is compiled: what inductor makes of blocks has tests of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["run_flux_cp.py", "--model-path", folder, *line.split()])
-    with dynamo.patch(disable=True):
-        runpy.run_path(str(ROOT / "examples" / "run_flux_cp.py"), run_name="__main__")
-    said = capsys.readouterr().out
-    assert says in said and "what the cache left out" in said
-    assert ("peak memory" in said) == ("--track-memory" in line)
-    assert (tmp_path / "flux.png").exists()
 
 
 def run_example_on_rank(words: list[str]) -> str:

@@ -99,24 +99,6 @@ def test_latents_that_are_finer_than_the_model() -> None:
     assert float(checks[0].says.split()[2]) > verify.ROUNDING_BY_DTYPE[torch.float32]
 
 
-@on_ranks(2)
-def test_frames_are_proven_too() -> None:
-    """A failure: an error in place of a verdict where the result of a pipeline is not called images."""
-
-    def make(_: Plan | None) -> Any:
-        pipe = planned.wan_pipeline()[0]
-        pipe.register_modules(transformer_2=None)
-        pipe.register_to_config(boundary_ratio=None)
-        return pipe
-
-    call = planned.wan_pipeline()[1]
-    seed = torch.Generator().manual_seed
-    checks = run_plan_checks(
-        make, lambda _: call | {"generator": seed(0)}, Plan(cfg=2), call["num_inference_steps"], "cpu"
-    )[0]
-    assert PlanVerdict("a video", checks).is_proven and checks[0].says == "equal bit for bit", checks
-
-
 def test_branches_of_true_guidance_are_proven(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A failure: what the refusal advises is not there, or does nothing; or gloo's errors in a run that passes."""
     tiny.flux(guidance=True).save_pretrained(tmp_path)

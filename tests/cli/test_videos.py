@@ -21,7 +21,7 @@ from ditile.cli import generate, main
 from ditile.runner.requests import arguments, results, videos
 from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.pipelines import check_num_frames, find_frame_rate
+from ditile.runner.requests.pipelines import find_frame_rate
 from tests import tiny
 from tests.cli.test_cli import opened, refused
 from tests.zoo import ZOO
@@ -161,23 +161,3 @@ def test_sizes_beyond_the_rotary_table_are_refused(capsys: pytest.CaptureFixture
         assert main.main(["generate", PROMPT, *SHORT, size, "1025" if size == "--frames" else "1088"]) == 2
         error = capsys.readouterr().err
         assert "is more than the rotary table of WanTransformer3DModel has rows for" in error and said in error
-
-
-def test_frames_that_a_vae_makes() -> None:
-    """Causal ones the first and groups; a class's own number, Allegro's VAE and no VAE at all are not judged."""
-
-    class Causal:
-        vae_temporal_compression_ratio = 8
-
-        def __call__(self, num_frames: int = 132) -> None: ...
-
-    class Cut(Causal):
-        vae = type("AutoencoderKLAllegro", (), {})()
-
-    class Plain:
-        def __call__(self, num_frames: int = 1) -> None: ...
-
-    for pipe, frames in ((Causal(), 17), (Causal(), 132), (Cut(), 16), (Plain(), 3)):
-        check_num_frames(pipe, {"num_frames": frames})
-    with pytest.raises(ModelError, match=r"makes 1 \+ a multiple of 8; try frames=9 or frames=17"):
-        check_num_frames(Causal(), {"num_frames": 16})

@@ -11,7 +11,6 @@ import pytest
 from torch import Tensor, nn
 
 from ditile.model.adapter import BlockAdapter, ForwardPattern, PatchFunctor, resolve_adapter
-from ditile.model.block_lists import find_block_lists
 from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
 from tests.more_families import EVERY
@@ -52,16 +51,6 @@ class User(nn.Module):
         return hidden_states
 
 
-class Opaque(User):
-    """Its source does not say what its blocks return either."""
-
-    def forward(self, hidden_states: Tensor, context: Tensor) -> Tensor:
-        state = hidden_states, context
-        for layer in list(self.layers):
-            state = layer(*state)
-        return state[0]
-
-
 def pipe_of(name: str, *transformers: str) -> Any:
     """A pipeline, as far as an adapter looks at it, with transformers of a family."""
     return SimpleNamespace(**{each: EVERY[name].on_meta() for each in transformers or ("transformer",)})
@@ -69,21 +58,6 @@ def pipe_of(name: str, *transformers: str) -> Any:
 
 def names(adapter: BlockAdapter) -> list[list[str]]:
     return [[each.name for each in adapted.lists] for adapted in resolve_adapter(adapter)]
-
-
-def test_merged_lists_are_those_that_own_the_blocks() -> None:
-    """The way in which FLUX was given: both lists as one, and the second as a dummy."""
-    model = EVERY["FluxTransformer2DModel"].on_meta()
-    adapter = BlockAdapter(
-        None,
-        model,
-        model.transformer_blocks + model.single_transformer_blocks,
-        "transformer_blocks",
-        dummy_blocks_names=["single_transformer_blocks"],
-        forward_pattern=P1,
-    )
-    (adapted,) = resolve_adapter(adapter)
-    assert adapted.lists == find_block_lists(model)
 
 
 def test_lists_are_given_by_name_nested_or_left_to_be_found() -> None:
@@ -117,16 +91,6 @@ def test_a_transformer_of_the_user_is_searched() -> None:
     for wrong in ({"allow_prefixes": ["joint"]}, {"forward_pattern": P1}, {"allow_suffixes": ["Flux"], **suffixes}):
         with pytest.raises(ModelError, match=r"auto=True finds no list of User .*layers \(Pattern_2\), blocks"):
             resolve_adapter(BlockAdapter(transformer=model, auto=True, **wrong))
-
-
-def test_what_the_source_leaves_open_the_pattern_says() -> None:
-    model = Opaque(Vague)
-    with pytest.raises(ModelError, match=r"Opaque.layers: it cannot be told .*forward_pattern="):
-        resolve_adapter(BlockAdapter(transformer=model, blocks=model.layers))
-    (adapted,) = resolve_adapter(BlockAdapter(transformer=model, blocks=model.layers, forward_pattern=P0))
-    assert adapted.lists[0].flow == Flow(("image", "text"), "img", "txt")
-    (adapted,) = resolve_adapter(BlockAdapter(transformer=model, blocks=model.layers, forward_pattern=P4))
-    assert adapted.lists[0].flow == Flow(("image", "text"), "img", None)
 
 
 def test_a_wrong_pattern_is_corrected_refused_or_trusted() -> None:

@@ -21,8 +21,6 @@ from ditile.model.recording.recorded_steps import UNEQUAL, RecordedSteps
 from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
-from ditile.runner import graph_segments
-from ditile.runner.graph_segments import GraphSegments
 from tests.recorded_calls import OperatorSegments, record_on_cpu
 from tests.zoo import ZOO
 
@@ -146,35 +144,6 @@ def test_what_cannot_undo_a_failed_capture_is_refused(monkeypatch: pytest.Monkey
     assert "needs torch 2.13, and this is 2.12.1+cu130" in explain_no_graphs()
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert "HIP" in explain_no_graphs()
-
-
-class InvalidGraph:
-    """A graph whose capture was invalidated."""
-
-    def capture_begin(self, **_: Any) -> None:
-        return
-
-    def capture_end(self) -> None:
-        raise RuntimeError("operation failed due to a previous error during capture")
-
-
-@pytest.mark.parametrize(("version", "releases"), [("2.13.0+cu130", 1), ("2.14.0", 0)])
-def test_a_failed_capture_gives_its_pool_back(version: str, releases: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means memory that is lost until the process ends, or a pool that is given back twice."""
-    released: list[tuple[Any, ...]] = []
-    stream = mock.MagicMock()
-    fakes = {"CUDAGraph": InvalidGraph, "graph_pool_handle": lambda: (0, 7), "set_stream": lambda stream: None}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-    monkeypatch.setattr(graph_segments, "prepare_capture_stream", lambda device: stream)
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: released.append(args), raising=False)
-    monkeypatch.setattr(torch, "__version__", version)
-    segments = GraphSegments(torch.device("cuda", 0))
-    segments._begin()
-    segments.abandon()
-    segments.abandon()
-    assert released == [(0, (0, 7))] * releases
 
 
 def test_a_call_that_is_traced_runs_as_code() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from itertools import pairwise
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -14,12 +11,10 @@ import torch
 from torch import Tensor
 
 import ditile
-from ditile.distributed import env
 from ditile.model.hooks.generation import Generation
 from ditile.model.recording.kept_tapes import StaticInput
 from ditile.model.recording.recorded_steps import NO_ROOM, RecordedSteps
 from ditile.model.recording.survey import survey_model
-from ditile.parallel.pipefusion.loop import Loop
 from ditile.plan.errors import StateError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
@@ -282,33 +277,6 @@ def test_older_tapes_make_room() -> None:
     assert [*recorder._tapes._segments] == [(5, 2)]
 
 
-class AskingModel(torch.nn.Module):
-    """A model that asks a recorder for room in its calls."""
-
-    def __init__(self, recorder: RecordedSteps) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 2)
-        self._make_room = recorder._tapes.make_room
-        self.asked_bytes = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer's output."""
-        self._make_room(self.asked_bytes)
-        output: Tensor = self.layer(x)
-        return output
-
-
-def test_the_memory_of_a_call_that_is_recorded_stays_known() -> None:
-    """Room is made while the first call of a size is recorded. A failure means a pool that no limit counts."""
-    recorder = RecordedSteps(OperatorSegments, limit_bytes=10_000)
-    model = AskingModel(recorder)
-    make_images(recorder, model, 3)
-    model.asked_bytes = 10_000
-    make_images(recorder, model, 5)
-    (segments,) = recorder._tapes._segments.values()
-    assert recorder._tapes.num_bytes >= segments.num_bytes > 0
-
-
 def test_other_weights_in_the_same_memory_are_seen() -> None:
     """The weight is transposed where it is. A failure means that a tape computes with the old strides."""
     model = torch.nn.Linear(2, 2)
@@ -348,58 +316,6 @@ def test_a_tensor_that_graphs_write_is_copied_each_time() -> None:
         torch._C._remove_cached_tensor(source)
         torch._C._set_cached_tensors_enabled(False)
     assert static.tensor.tolist() == [1, 1]
-
-
-LIMITS = {
-    "patches=1": 620,
-    "tensor=2": 3680,
-    "pipefusion=2 patches=4 warmup=1": 3850,
-}
-"""Of the slowest rank, pipeline and scheduler included.
-
-Three calls for each sum and each receive raise the version of its memory: 342 calls of tensor=2."""
-
-
-class CallCounter:
-    """A profile function that counts calls."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        self.count += event in ("call", "c_call")
-
-
-def count_step_calls(plan: Plan) -> int:
-    """The calls of the busiest step after the first two, in which forms are known and the model is looked at."""
-    counter = CallCounter()
-    counts: list[int] = []
-    begin_step = Loop._begin_step
-
-    def note_step(self: Loop, step: int) -> None:
-        counts.append(counter.count)
-        begin_step(self, step)
-
-    # Checks, which other tests turn on, are calls too.
-    unchecked = mock.patch.object(env, "should_check_key_ages", lambda: False)
-    with record_on_cpu(checks=False), unchecked, mock.patch.object(Loop, "_begin_step", note_step):
-        runner = ditile.parallelize(tiny.flux(19, 38), plan, cuda_graphs=True)
-        call = tiny.arguments("flux") | {"height": 64, "width": 64, "num_inference_steps": 6, "output_type": "latent"}
-        for is_counted in (False, False, True):
-            sys.setprofile(counter if is_counted else None)
-            try:
-                runner(**call | {"generator": torch.Generator().manual_seed(0)})
-            finally:
-                sys.setprofile(None)
-    steps = [after - before for before, after in pairwise(counts[-6:])]
-    return max(steps[2:])
-
-
-@pytest.mark.parametrize("axis", LIMITS)
-def test_a_recorded_step_is_a_few_thousand_calls(pool: Pool, axis: str) -> None:
-    plan = Plan.parse(axis)
-    counts = [count_step_calls(plan)] if plan.world == 1 else pool.run(count_step_calls, plan.world, plan)
-    assert max(counts) <= LIMITS[axis]
 
 
 def measure_tape_memory(plan: Plan, blocks: int) -> int:

@@ -10,7 +10,6 @@ from weakref import ref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import ditile
@@ -18,7 +17,7 @@ from ditile.distributed.recording.tape import CURRENT
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import AgeChecks, GenerationMemory
 from ditile.model.recording.kept_tapes import CallTape
-from ditile.model.recording.recorded_steps import LOOKS, UNPLAYED_FORMS, RecordedSteps
+from ditile.model.recording.recorded_steps import LOOKS, RecordedSteps
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
@@ -237,19 +236,6 @@ def check_same_images(change: Callable[[Any], None], **more: Any) -> RecordedSte
     return recorders[0]
 
 
-@torch.no_grad()
-def test_numbers_that_differ_in_each_step_are_given_up() -> None:
-    """A failure means that each call is watched for ever, which takes longer than to run it."""
-    recorder = RecordedSteps(OperatorSegments)
-    generation = Generation(calls=1, micro_step=MicroStep(1, None))
-    model = torch.nn.Linear(2, 2)
-    x = torch.ones(1, 2)
-    for number in range(UNPLAYED_FORMS + 2):
-        result = recorder.run_call(generation, model, lambda x, number: model(x) * number, (x,), {"number": number})
-        assert torch.equal(result, model(x) * number)
-    assert recorder.problems == {"its arguments are others in each step": 2}
-
-
 SIZES = (32, 48, 64)
 
 
@@ -352,32 +338,6 @@ def test_one_rank_alone_may_record(pool: Pool, name: str, axis: str, recording_r
     assert all(equal for equal, _ in outcomes)
     for rank, (_, played) in enumerate(outcomes):
         assert bool(played) == (rank == recording_rank)
-
-
-def count_mask_messages(name: str, ranks_with_hook: tuple[int, ...]) -> list[int]:
-    """Messages of masks in an image without recorded steps, and with them, where models of some ranks have hooks."""
-    counts = []
-    images = []
-    for cuda_graphs in (False, True):
-        pipe = ZOO[name].make()
-        if dist.get_rank() in ranks_with_hook:
-            add_hook(pipe)
-        with record_on_cpu():
-            runner = ditile.parallelize(pipe, Plan(ulysses=2), cuda_graphs=cuda_graphs)
-        images.append(generate(runner, name))
-        counts.append(runner.mesh.traffic.calls["masks"])
-        runner.restore()
-    assert all(map(torch.equal, *images))
-    return counts
-
-
-def test_masks_travel_again_only_where_calls_may_be_recorded(pool: Pool) -> None:
-    """A failure means a message for each layer and step where nothing is recorded; or ranks that send otherwise."""
-    name = "hunyuan-video"
-    for code, recorded in pool.run(count_mask_messages, 2, name, (0, 1)):
-        assert 0 < code == recorded
-    for code, recorded in pool.run(count_mask_messages, 2, name, (0,)):
-        assert 0 < code < recorded
 
 
 class FailingSegments(OperatorSegments):

@@ -15,7 +15,6 @@ import diffusers
 import huggingface_hub
 import numpy as np
 import pytest
-import transformers
 from diffusers.modular_pipelines.minimax_h3.before_encoder import MiniMaxH3Ref2VASetupStep
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 from PIL import Image, ImageDraw
@@ -30,8 +29,6 @@ from ditile.runner.requests.pipeline_choice import JOINING, choose_pipeline_clas
 from ditile.runner.requests.pipelines import returns_videos
 from ditile.runner.requests.videos import read_video
 from tests import tiny
-from tests.zoo import encoders
-from tests.zoo.pictures import flux_2
 
 SMALL = ("--steps", "2", "--seed", "7", "--threads", "1")
 CHOICES = [
@@ -261,25 +258,6 @@ def test_a_video_from_a_video(capsys: pytest.CaptureFixture[str]) -> None:
     assert "frames=4: the VAE of WanVideoToVideoPipeline makes 1 + a multiple of 4" in capsys.readouterr().err
     assert generate(*words, "--frames", "9", model="shapes-wan") == 2
     assert "has 5 frames, and frames=9" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("files")
-def test_several_references_and_a_mask(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each reference counts, and one of an in-painting class is beside the picture."""
-    config = transformers.Qwen3Config(**encoders.LANGUAGE | {"num_hidden_layers": 28})  # the class reads the 27th layer
-    text = {"text_encoder": transformers.Qwen3ForCausalLM(config).eval(), "tokenizer": encoders.chat_tokenizer(512)}
-    pipe = flux_2(diffusers.Flux2KleinPipeline, guidance_embeds=False, joint_attention_dim=48)
-    diffusers.Flux2KleinPipeline(**pipe.components | text).save_pretrained("model")
-    size = ("--height", "64", "--width", "64")
-    drawn = {}
-    for k, words in enumerate((("start",), ("start", "mask"), ("mask", "start"))):
-        images = [word for name in words for word in ("--image", f"{name}.png")]
-        assert generate(*size, *images, "--out", f"{k}.png", model="model") == 0
-        drawn[k] = read_picture(f"{k}.png", "image")
-    assert drawn[0] != drawn[1] != drawn[2]
-    words = ("--image", "start.png", "--mask", "mask.png", "--image", "clear.png", "--out", "inpaint.png")
-    assert generate(*words, model="model") == 0
-    assert "pipeline: Flux2KleinInpaintPipeline" in capsys.readouterr().err
 
 
 WRONG = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 import ditile
 from ditile import LoadError, StateError
 from ditile.model.hooks.placeholders import is_placeholder
-from ditile.parallel.tensor.cuts import TensorCut
 from ditile.plan.plan import Plan
 from ditile.runner.load import STEM
 from ditile.runner.runner import parallelize
@@ -97,59 +95,6 @@ def test_one_file_or_several_are_read_in_runs(models: dict[str, Path], monkeypat
         )
         assert read == sum(t.numel() * 4 for t in wanted.values())
         assert all(torch.equal(value, wanted[path]) for path, value in tensors(made).items())
-
-
-def linear(out: int, into: int) -> nn.Module:
-    with torch.device("meta"):
-        return nn.ModuleDict({"wide": nn.Linear(into, out), "norm": nn.LayerNorm(4), "ids": nn.Embedding(2, 3)})
-
-
-def test_parts_of_tensors_and_types(tmp_path: Path) -> None:
-    """A failure means that a shard of a tensor is another one's, or is read whole."""
-    whole = {"wide.weight": torch.randn(8, 6), "wide.bias": torch.randn(8), "norm.weight": torch.randn(4)}
-    whole |= {"norm.bias": torch.randn(4), "ids.weight": torch.arange(6).reshape(2, 3), "other": torch.zeros(10**6)}
-    save_file(whole, tmp_path / "m.safetensors")
-    cuts = {
-        "wide.weight": TensorCut(1, (slice(1, 3), slice(5, 6))),
-        "wide.bias": TensorCut(0, (slice(2, 4), slice(6, 8))),
-    }
-    asked = {}
-
-    def part(name: str, shape: tuple[int, ...]) -> TensorCut | None:
-        asked[name] = shape
-        return cuts.get(name)
-
-    module = linear(8, 6)
-    checkpoint = Checkpoint.open_checkpoint(locate_in_folder(tmp_path), "m")
-    read = checkpoint.read_into_module(module, torch.bfloat16, keep_fp32=["norm"], part=part)
-    assert read == 8 * 3 * 4 + 4 * 4 + 8 * 4 + 6 * 8
-    assert asked["wide.weight"] == (8, 6) and "other" not in asked
-    got = module.state_dict()
-    assert torch.equal(got["wide.weight"], whole["wide.weight"][:, [1, 2, 5]].bfloat16())
-    assert torch.equal(got["wide.bias"], whole["wide.bias"][[2, 3, 6, 7]].bfloat16())
-    assert torch.equal(got["norm.weight"], whole["norm.weight"]) and got["norm.weight"].dtype is torch.float32
-    assert torch.equal(got["ids.weight"], whole["ids.weight"])
-    refusal = r"wide.weight has the shape \[8, 6\], and the config in its folder says \[8, 7\]"
-    with pytest.raises(LoadError, match=refusal):
-        checkpoint.read_into_module(linear(8, 7), torch.float32)
-
-
-def test_a_variant_is_read_where_there_is_one(models: dict[str, Path], tmp_path: Path) -> None:
-    """A failure means that another file is read than diffusers reads."""
-    pipe = tiny.flux()
-    for size, name in (("1GB", "one"), (SHARDS, "many")):
-        model = Path(shutil.copytree(models["flux"], tmp_path / name))
-        shutil.rmtree(model / "transformer")
-        with torch.no_grad():
-            pipe.transformer.proj_out.bias.fill_(7.0)
-        pipe.transformer.save_pretrained(model / "transformer", variant="fp16", max_shard_size=size)
-        whole = DiffusionPipeline.from_pretrained(model, variant="fp16", use_safetensors=True, dtype=torch.float32)
-        plan = Plan(pipefusion=2, text="split")
-        mine = load_parts(model, plan, 0, torch.float32, "fp16")
-        assert torch.equal(mine["transformer"].proj_out.bias, whole.transformer.proj_out.bias)
-        assert mine["transformer"].proj_out.bias[0] == 7 and "text_encoder" in mine
-        with pytest.raises(LoadError, match=f"neither {STEM}.safetensors nor {STEM}.safetensors.index.json"):
-            load_parts(model, plan, 0, torch.float32)
 
 
 def test_the_hub_is_asked_for_what_is_needed(
@@ -246,7 +191,7 @@ def divided(model: Path, name: str, text: str, lora: Path | None) -> tuple[Tenso
     return run(runner, name), said
 
 
-@pytest.mark.parametrize(("family", "text"), list(itertools.product(["sd3", "pixart"], ["each", "first", "split"])))
+@pytest.mark.parametrize(("family", "text"), [("sd3", "each"), ("pixart", "first"), ("sd3", "split")])
 def test_a_pipeline_loaded_in_part_draws_the_same(
     pool: Pool, models: dict[str, Path], tmp_path: Path, family: str, text: str
 ) -> None:

@@ -177,23 +177,6 @@ def test_the_command_draws_what_python_draws(
     assert main.main([*DRAW, *model, "--mask", "red.png", "--image", "red.png", "--out", "no.png"]) == 2
 
 
-def test_it_is_planned_for_as_the_ordinary_pipeline(
-    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With a component elsewhere."""
-    shutil.rmtree(copied / "vae")
-    folder = tmp_path / "ordinary"
-    flux().save_pretrained(folder)
-    shown = []
-    for model in (folder, copied):
-        words = ("--height", "48", "--width", "80", "--steps", "3", "--model", str(model))
-        assert main.main(["generate", "a", *words, "--dry-run", "--pipefusion", "2"]) == 0
-        dry_run = capsys.readouterr().out
-        assert main.main(["plan", *words, "--hardware", "l40-pcie", "--devices", "2", "--json", "-"]) == 0
-        shown.append((dry_run.replace(str(model), ""), json.loads(capsys.readouterr().out)["plans"]))
-    assert shown[0] == shown[1] and "pipefusion=2" in shown[0][0]
-
-
 def test_a_pipeline_of_blocks_alone_is_planned_for_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """FLUX.3: two branches of guidance, and a token for 16 pixels. A failure means that diffusers' newest models are
     refused or priced for another call; one that steps its latents itself is refused in one line."""

@@ -19,14 +19,13 @@ import ditile
 from ditile.parallel.tensor.cuts import unwrap_lora_base
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.runner.lora import fuse_loras, list_loaded_loras, select_loras
+from ditile.runner.lora import list_loaded_loras, select_loras
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.prepare import load_loras
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.pool import Pool
 from tests.runner.cases import different, measure_error, same
-from tests.runner.gguf_files import load_pipeline, write_model
 from tests.zoo import ZOO
 from tests.zoo.rows import ENOUGH, list_tensors
 
@@ -169,61 +168,6 @@ def test_names_of_every_trainer_make_one_image(pool: Pool, tmp_path: Path, name:
     for images in pool.run(draw_in_every_style, 2, name, tmp_path, {"tensor": 2}):
         for style, image in zip([*STYLES, "unloaded"], images, strict=True):
             assert measure_error(image, plain if style == "unloaded" else wanted) < TOLERANCE, style
-
-
-def draw_on_blocks(folder: Path, plan: dict[str, Any]) -> Tensor:
-    pipe = load_pipeline(folder, "flux")
-    runner = parallelize(pipe, Plan(**plan))
-    ditile.load_lora(pipe, folder / "kohya.safetensors", adapter_name="own")
-    select_loras(pipe, {"own": SCALE})
-    return draw(runner, "flux")
-
-
-def test_a_lora_on_weights_of_gguf(pool: Pool, tmp_path: Path) -> None:
-    """Added beside the blocks, on stages and on shares of blocks; it cannot be fused into them."""
-    write_model(tmp_path, "flux", "Q4_K")
-    pipe = load_pipeline(tmp_path, "flux")
-    plain = draw(pipe, "flux")
-    write_styles(tmp_path, pipe.transformer, "flux")
-    pipe.load_lora_weights(tmp_path, weight_name="diffusers.safetensors", adapter_name="own")
-    pipe.set_adapters("own", SCALE)
-    wanted = draw(pipe, "flux")
-    different(wanted, plain)
-    for image in pool.run(draw_on_blocks, 2, tmp_path, STAGES):
-        same(image, wanted)
-    for image in pool.run(draw_on_blocks, 2, tmp_path, {"tensor": 2}):
-        assert measure_error(image, wanted) < TOLERANCE
-    with pytest.raises(ModelError, match=r"fuse_lora=True .* and .*weight of transformer is quantized; leave it out"):
-        fuse_loras(pipe)
-
-
-def load_with_others(folder: Path) -> list[str]:
-    """On a rank of two stages: what the log says of keys that nothing takes."""
-    pipe = tiny.flux()
-    runner = parallelize(pipe, Plan(**STAGES))
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ditile.runner.weights.lora_keys").addHandler(handler)
-    ditile.load_lora(pipe, folder / "others.safetensors", adapter_name="own")
-    assert draw(runner, "flux").isfinite().all()
-    return lines
-
-
-def test_keys_that_nothing_takes_are_named(pool: Pool, tmp_path: Path) -> None:
-    """On every rank alike. A failure: a part of a LoRA is left out, and nobody learns of it."""
-    pipe = tiny.flux()
-    state = name_as_diffusers("flux", make_factors(pipe.transformer, "flux"))
-    state["transformer.transformer_blocks.7.attn.to_q.lora_A.weight"] = torch.ones(4, tiny.WIDTH)
-    state["transformer.transformer_blocks.7.attn.to_q.lora_B.weight"] = torch.ones(tiny.WIDTH, 4)
-    state["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"] = torch.ones(4, tiny.WIDTH)
-    state["text_encoder_3.layers.0.lora_A.weight"] = torch.ones(4, 4)
-    save_file(state, tmp_path / "others.safetensors")
-    path = str(tmp_path / "others.safetensors")
-    for lines in pool.run(load_with_others, 2, tmp_path):
-        assert len(lines) == 1 and "\n" not in lines[0]
-        assert f"lora={path!r} is applied in part: nothing of this FluxPipeline takes its 4 keys (" in lines[0]
-        assert "text_encoder_3.layers.0.lora_A.weight" in lines[0] and lines[0].endswith(", ..)")
 
 
 def draw_with_two_loras(folder: Path, plan: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, list[str]]:

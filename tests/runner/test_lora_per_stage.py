@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,15 +241,9 @@ def test_each_call_has_its_own_loras(folders: dict[str, Path], plan: dict[str, A
 def test_what_is_not_loaded_is_refused(folders: dict[str, Path]) -> None:
     """A failure means a picture without the LoRA that was asked for."""
     pipe = MAKE["flux"]()
-    with pytest.raises(ModelError, match="LoRA 'one' is not loaded; there are none"):
-        select_loras(pipe, {"one": 1.0})
     load_adapters(pipe, folders["flux"], "one")
     with pytest.raises(ModelError, match="LoRA 'two' is not loaded; there are one"):
         select_loras(pipe, {"one": 1.0, "two": 1.0})
-    with pytest.raises(ModelError, match="scale nan"):
-        select_loras(pipe, {"one": float("nan")})
-    with pytest.raises(ModelError, match="'two' is not loaded"):
-        forget_loras(pipe, ["two"])
 
 
 MODEL = "shapes-flux"
@@ -356,15 +349,3 @@ def test_a_layer_that_lacks_what_others_have_is_refused() -> None:
     with pytest.raises(ModelError, match=f"has {leaf} in 36 layers, and proj_out lacks it"):
         ditile.load_lora(pipe, state)
     assert not hasattr(pipe.transformer, "peft_config")
-
-
-def test_a_lora_in_fp8_is_loaded_as_diffusers_does() -> None:
-    plain, pipe = load_model(MODEL), load_model(MODEL)
-    state = {key: value.to(torch.float8_e4m3fn) for key, value in make_factors(pipe.transformer).items()}
-    plain.load_lora_weights(dict(state))
-    ditile.load_lora(pipe, dict(state))
-    whole, own = (describe_layers(each.transformer)["proj_out"][1] for each in (plain, pipe))
-    assert all(torch.equal(own[key].float(), value.float()) for key, value in whole.items())
-    state["transformer.proj_out.lora_A.weight"] = torch.full((4, 1), math.nan).to(torch.float8_e4m3fn)
-    with pytest.raises(ModelError, match="not finite"):
-        ditile.load_lora(pipe, state)

@@ -15,7 +15,7 @@ from diffusers.modular_pipelines import PipelineState
 
 import ditile
 from ditile import Plan
-from ditile.plan.errors import ModelError, StoppedError
+from ditile.plan.errors import StoppedError
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.runner import Runner, build_single_runner
 from tests.pool import Pool, on_ranks
@@ -178,23 +178,3 @@ def test_a_manager_offloads_what_is_divided(cpu_memory: None, pipe: Any, first: 
     assert all(one is other for one, other in zip(model.parameters(), weights, strict=True))
     runner.restore()
     assert torch.equal(offloaded(**flux_call()), wanted)
-
-
-def draw_offloaded() -> tuple[torch.Tensor, list[str]]:
-    torch.cpu.mem_get_info = lambda _: (0, 1)  # type: ignore[attr-defined]
-    try:
-        moved: list[str] = []
-        pipe, _ = make_offloaded(moved)
-        with pytest.raises(ModelError, match="warmup_mode=sequence reads weights"):
-            ditile.parallelize(pipe, Plan(pipefusion=2, warmup_mode="sequence"))
-        runner = ditile.parallelize(pipe, Plan(pipefusion=2, patches=3, warmup=9))
-        return runner(**flux_call()), moved
-    finally:
-        del torch.cpu.mem_get_info  # type: ignore[attr-defined]
-
-
-def test_a_manager_on_each_of_two_ranks(pool: Pool, pipe: Any) -> None:
-    """Each rank's own blocks are moved, and stages draw what one process draws."""
-    wanted = pipe(**flux_call())
-    for drawn, moved in pool.run(draw_offloaded, 2):
-        assert torch.equal(drawn, wanted) and "transformer" in moved

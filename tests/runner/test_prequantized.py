@@ -27,7 +27,7 @@ from ditile import LoadError, ModelError
 from ditile.model.hooks.placeholders import count_parameter_bytes, count_tensor_bytes
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.runner.load import count_quantized_components, list_components, load_component_file, load_model
+from ditile.runner.load import count_quantized_components, list_components, load_model
 from tests.pool import Pool
 from tests.runner.cases import find_component
 from tests.runner.single_files import save_configs
@@ -198,20 +198,6 @@ def test_a_rank_reads_its_share(pool: Pool, tmp_path: Path, name: str, quant_typ
             assert all(line in refusal for refusal in pool.run(read_refusal, 2, folder, name, key))
     for problems in pool.run(draw_shares, 2, folder, name, keys):
         assert not problems
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_one_file_is_read_as_its_folder_is(tmp_path: Path) -> None:
-    folder = save_quantized("flux", "Int8WeightOnlyConfig", tmp_path / "model")
-    file = str(folder / "transformer" / FILE)
-    pipe = EVERY["flux"].make()
-    configs = save_configs(pipe, tmp_path / "configs")
-    wanted = draw(make_pipeline("flux", folder), "flux")
-    pipe.transformer = load_component_file(find_component(configs), file, Plan(), 0, torch.float32)
-    assert torch.equal(draw(pipe, "flux"), wanted)
-    for rank in range(2):
-        part = load_component_file(find_component(configs), file, Plan(pipefusion=2), rank, torch.float32)
-        assert count_parameter_bytes(part) < 0.8 * count_parameter_bytes(pipe.transformer)
 
 
 Change = Callable[[dict[str, Tensor], dict[str, str]], object]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ditile
 from ditile.model.hooks.placeholders import count_parameter_bytes, list_quantized_parameters
-from ditile.plan.errors import ModelError, StateError
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from ditile.runner.weights.quantize import EXCLUDED, QuantizationRecord, list_quantization_records
@@ -101,17 +101,6 @@ def test_types_by_component_and_layer() -> None:
     assert all("transformer_blocks." in name for name in list_quantized_parameters(pipe.transformer)), "repeated blocks"
     assert not any("wo" in name for name in list_quantized_parameters(pipe.text_encoder_2))
     run(pipe, "flux")
-
-
-def test_what_a_kernel_cannot_take_is_left_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """torch's 4-bit kernel on CPUs wants outputs that 16 divides."""
-    model = nn.ModuleDict({"good": nn.Linear(64, 32), "odd": nn.Linear(64, 24), "narrow": nn.Linear(16, 32)})
-    with caplog.at_level(logging.INFO, "ditile"):
-        ditile.quantize(model, "int4_weight_only", group_size=32)
-    (actual,) = list_quantization_records(model)
-    assert actual.layers == ("good",) and set(actual.left) == {"odd", "narrow"}
-    assert list_quantized_parameters(model) == ["good.weight"]
-    assert "1 layers quantized, 2 left as they are" in caplog.text and "no kernel takes 32 x 16: narrow" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -235,28 +224,6 @@ def test_divided_pictures_are_those_of_one_rank(pool: Pool, name: str, quant_typ
                 same(picture, picture_of_one, f"{plan}, rank {rank}")
             else:
                 assert error(picture, picture_of_one) < TOLERANCE[quant_type], plan
-
-
-def quantized_stages(name: str, plan: dict[str, Any]) -> tuple[Tensor, int]:
-    """Divided, then quantized, own blocks only; and what restore says."""
-    pipe = MAKE[name]()
-    runner = parallelize(pipe, Plan(**plan), keep_weights=True)
-    ditile.quantize(runner, "int8_weight_only")
-    picture = run(runner, name)
-    with pytest.raises(StateError, match="quantized weights changed from 0"):
-        runner.restore()
-    return picture, len(list_quantized_parameters(pipe.transformer))
-
-
-def test_a_divided_pipeline_is_quantized_stage_by_stage(pool: Pool) -> None:
-    name = "flux"
-    plan = {"pipefusion": 2, "patches": 2, "warmup": 1}
-    wanted = pool.run(before_and_after, 1, name, "int8_weight_only", [plan | {"pipefusion": 1}])[0][0][0]
-    whole = len(list_quantized_parameters(made(name, "int8_weight_only").transformer))
-    results = pool.run(quantized_stages, 2, name, plan)
-    for picture, count in results:
-        same(picture, wanted)
-        assert 0 < count < whole
 
 
 def tensor_parallel(name: str, quant_type: str) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -12,42 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from diffusers import DiffusionPipeline
-from safetensors.torch import save_file
-from torch import nn
 
 from ditile.distributed.launch import launch
 from ditile.plan.errors import RankError
 from ditile.runner.load import load
-from ditile.runner.weights.checkpoint import Checkpoint
 
 STALL = 3.0
 PARTS = 8
 PAUSE = 0.5
 """A part comes in this time; all of them in longer than a run may stall."""
-
-
-def read_slowly(folder: str) -> int:
-    """A checkpoint whose files come one by one."""
-
-    def locate(name: str) -> Path | None:
-        time.sleep(PAUSE)
-        path = Path(folder, name)
-        return path if path.exists() else None
-
-    with torch.device("meta"):
-        module = nn.ModuleDict({f"part{k}": nn.Linear(2, 2, bias=False) for k in range(PARTS)})
-    return Checkpoint.open_checkpoint(locate, "m").read_into_module(module, torch.float32)
-
-
-@pytest.mark.usefixtures("forked_ranks")
-def test_tensors_that_are_read_are_progress(tmp_path: Path) -> None:
-    names = {f"part{k}.weight": f"m{k}.safetensors" for k in range(PARTS)}
-    for name, file in names.items():
-        save_file({name: torch.ones(2, 2)}, tmp_path / file)
-    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    assert launch(read_slowly, 1, (str(tmp_path),), stall_timeout=STALL) == [PARTS * 16]
 
 
 def wait_for(asked: str, finished: str) -> str:

@@ -6,17 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from diffusers import (
-    FluxControlNetPipeline,
-    FluxImg2ImgPipeline,
-    FluxInpaintPipeline,
-    FluxPipeline,
-    StableDiffusionPipeline,
-)
+from diffusers import FluxImg2ImgPipeline, FluxInpaintPipeline, FluxPipeline
 from PIL import Image
 
-from ditile.plan.errors import ModelError, StateError
+from ditile.plan.errors import StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
@@ -75,16 +68,6 @@ def test_other_classes_on_the_same_model(plan: dict[str, Any]) -> None:
         same(runner(**calls[kinds[0]]())[0], wanted[0], "a second time")
 
 
-@on_ranks(2)
-def test_ranks_switch_alike() -> None:
-    """A failure means that ranks draw by different classes, and wait for each other."""
-    with divided(MAKE["flux"](), data=2) as runner:
-        if dist.get_rank() == 1:
-            runner.switch_pipeline(FluxImg2ImgPipeline)
-        with pytest.raises(StateError, match='rank 1 was called with pipeline="FluxImg2ImgPipeline"'):
-            runner(**(call_of("flux") if dist.get_rank() == 0 else call_with_picture()))
-
-
 def test_modules_stay_as_they_are() -> None:
     """diffusers would convert them. A failure means that half of the memory, or the picture, is another."""
     pipe = MAKE["flux"]().to(torch.bfloat16)
@@ -96,16 +79,3 @@ def test_modules_stay_as_they_are() -> None:
     runner.restore()
     with pytest.raises(StateError, match="was restored"):
         runner.switch_pipeline(FluxPipeline)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    """A failure means that a class fails in the middle of a picture, on some ranks only."""
-    runner = parallelize(MAKE["flux"](), Plan(), device="cpu", keep_weights=True)
-    for kind, why in (
-        (FluxControlNetPipeline, "FluxControlNetPipeline needs controlnet, which FluxPipeline has not"),
-        (StableDiffusionPipeline, "StableDiffusionPipeline needs .*unet"),
-        (str, "not a class of pipelines"),
-    ):
-        with pytest.raises(ModelError, match=why):
-            runner.switch_pipeline(kind)
-        assert type(runner.pipe) is FluxPipeline

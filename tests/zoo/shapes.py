@@ -43,14 +43,6 @@ class CrossBlock(nn.Module):
         return x + self.mlp(x)
 
 
-class NamedBlock(CrossBlock):
-    """Takes all arguments by name, and returns a tuple of one."""
-
-    def forward(self, *, x: Tensor, text: Tensor, temb: Tensor) -> Any:
-        x = super().forward(x, text, temb)
-        return (x,)
-
-
 class NothingBesideBlock(CrossBlock):
     """Returns its tokens and None, as blocks do that could return weights of attention."""
 
@@ -148,18 +140,6 @@ class Transformer(PlainTransformer, ModelMixin, ConfigMixin):  # type: ignore[mi
     @register_to_config
     def __init__(self) -> None:
         super().__init__()
-
-
-class NamedTransformer(Transformer):
-    """Takes all arguments by name, and the time as a number."""
-
-    block = NamedBlock
-
-    def forward(self, *, x: Tensor, t: float, text: Tensor) -> Any:
-        (tokens, temb), text = self.embed_latents(x, t), self.embed_text(text)
-        for block in self.blocks:
-            tokens = block(x=tokens, text=text, temb=temb)[0]
-        return (self.unembed(tokens, x),)
 
 
 class TimeFirstTransformer(Transformer):
@@ -293,13 +273,6 @@ class MaskedPipeline(EmbedsPipeline):
         return other + 3.0 * (positive - other)
 
 
-class NamedPipeline(EmbedsPipeline):
-    """All arguments by name."""
-
-    def call_model(self, latents: Tensor, t: Tensor, text: Tensor) -> Tensor:
-        return self.transformer(x=latents, t=float(t), text=text)[0]
-
-
 class TimeFirstPipeline(EmbedsPipeline):
     """The latents come last."""
 
@@ -384,11 +357,9 @@ def give_labels(rows: int) -> dict[str, Any]:
 
 SHAPES: Mapping[str, tuple[type[Any], type[Any], Callable[[int], dict[str, Any]]]] = {
     "two calls, by position": (EmbedsPipeline, Transformer, give_embeds),
-    "video": (EmbedsPipeline, Transformer, lambda rows: {**give_embeds(rows), "size": (3, 3, 4)}),
     "one call, masks": (MaskedPipeline, Transformer, give_masked_embeds),
     "two lists, masks": (MaskedPipeline, TwoListTransformer, give_masked_embeds),
     "torch's attention module": (EmbedsPipeline, MultiheadTransformer, give_embeds),
-    "by name": (NamedPipeline, NamedTransformer, give_embeds),
     "latents last": (TimeFirstPipeline, TimeFirstTransformer, give_embeds),
     "plain module of another name": (DenoiserPipeline, PlainTransformer, give_embeds),
     "labels, one size": (LabelPipeline, LabelTransformer, give_labels),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import Tensor, nn
 
 import ditile
@@ -21,11 +20,9 @@ from tests.zoo.own import OWN
 from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, list_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NAMES = ("wan-2.1", "qwen-image", "z-image")
 STAGES = {"pipefusion": 2, "warmup": ENOUGH}
 PATCHES = {"qwen-image": 20, "wan-2.1": 64}
 """More than the tokens of an entry's call, and not more than those of its larger one."""
-NUMBERS = {"output_type": "np", "return_dict": True}
 MODES: dict[str, float] = {"serial": 0.0, "sequence": 1e-5, "pipelined": 1e-5}
 """How far a picture may be from the plain one: ranks of `sequence`, and micro-batches, add up in another order."""
 
@@ -45,21 +42,6 @@ def near(got: list[Tensor], want: list[Tensor], tolerance: float, what: Any = ""
     assert not problem, f"{what}: {problem}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-@on_ranks(2)
-def test_warmup_modes(name: str) -> None:
-    """A failure means that a mode was written for the families of a spec alone."""
-    entry = EVERY[name]
-    pipe = entry.make()
-    calls: list[Callable[[], dict[str, Any]]] = [entry.call, *filter(None, [entry.two_images])]
-    for number, call in enumerate(calls, 1):
-        want = list_tensors(pipe(**call()))
-        for mode, tolerance in MODES.items():
-            got, table = draw(pipe, {**STAGES, "warmup_mode": mode}, call())
-            near(got, want, tolerance, f"{mode}, {number} images")
-            assert "stage 1" in table and "0-" in table, mode
-
-
 @pytest.mark.parametrize(
     ("name", "mode", "variant"),
     [
@@ -75,33 +57,6 @@ def test_stale_keys_of_warmup_modes(name: str, mode: str, variant: str) -> None:
     make_call, pipe, plan = getattr(EVERY[name], variant), EVERY[name].make(), {**STAGES, "warmup": 1}
     want, _ = draw(pipe, plan, make_call())
     near(draw(pipe, {**plan, "warmup_mode": mode}, make_call())[0], want, MODES[mode])
-
-
-@pytest.mark.parametrize("name", NAMES)
-@on_ranks(2)
-def test_loras(name: str) -> None:
-    """A failure means that the source of a forward is another one with a LoRA, or that a stage has none of it."""
-    entry = EVERY[name]
-    pipe = entry.make()
-    plain = list_tensors(pipe(**entry.call()))
-    torch.manual_seed(0)
-    pipe.transformer.add_adapter(LoraConfig(target_modules=["to_q", "to_v"], init_lora_weights=False, r=2))
-    want = list_tensors(pipe(**entry.call()))
-    assert compare_drawings(want, plain, 1e-3), "the LoRA changes nothing"
-    for plan, tolerance in ((STAGES, 0.0), ({"ulysses": 2}, 1e-5)):
-        near(draw(pipe, plan, entry.call())[0], want, tolerance, plan)
-
-
-@pytest.mark.parametrize("name", [*NAMES, "ltx", "hunyuan-video"])
-@on_ranks(2)
-def test_rows_of_the_picture(name: str) -> None:
-    """A failure means that a video has seams, or that ranks have other frames."""
-    entry = EVERY[name]
-    pipe = entry.make()
-    plain = pipe(**entry.call() | NUMBERS)
-    divided = ditile.parallelize(pipe, Plan(**STAGES, vae="rows"))(**entry.call() | NUMBERS)
-    want, got = (list_tensors(each.frames if "frames" in each else each.images) for each in (plain, divided))
-    near(got, want, 1e-5)
 
 
 @pytest.mark.parametrize("name", PATCHES)

@@ -11,7 +11,7 @@ import torch
 
 import ditile
 from ditile import Plan
-from ditile.model.anatomies import find_anatomy, forget_anatomy
+from ditile.model.anatomies import forget_anatomy
 from ditile.model.pipeline_calls import find_denoisers
 from ditile.plan.errors import ModelError, StateError, StoppedError
 from ditile.runner import runner as runners
@@ -114,19 +114,6 @@ def test_a_callback_of_an_own_pipeline_changes_the_latents(forgotten: list[Any])
     want = draw(pipe)
     assert torch.equal(draw(ditile.parallelize(pipe, Plan(patches=2, warmup=9))), want)
     assert called == [0, 1, 2] * 2
-
-
-def test_an_example_leaves_the_users_arguments_alone(forgotten: list[Any]) -> None:
-    """Its generator draws what it would have drawn, its callback is not called, and its tensors stay as they are."""
-    pipe = make_pipe(shapes.EmbedsPipeline, shapes.Transformer)
-    forgotten.append(pipe)
-    generator = torch.Generator().manual_seed(3)
-    before, embeds = generator.get_state(), shapes.give_embeds(1)
-    kept = {name: value.clone() for name, value in embeds.items()}
-    ditile.parallelize(pipe, Plan(patches=2), example=dict(embeds, generator=generator))
-    assert find_anatomy(pipe.transformer) is not None
-    assert torch.equal(generator.get_state(), before)
-    assert all(torch.equal(embeds[name], value) for name, value in kept.items())
 
 
 def test_ranks_must_make_the_first_call_alike(pool: Pool) -> None:

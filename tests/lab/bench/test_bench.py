@@ -10,17 +10,11 @@ import pytest
 from PIL import Image
 
 from ditile.cli import main
-from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.planner import hardware
-from ditile.planner.choose import answer_question
-from ditile.planner.question import PlanQuestion
 from ditile_lab.bench import command, runs, sweeps
-from ditile_lab.bench.cells import ONE_RANK, BenchCell
-from ditile_lab.bench.command import predict_cell, predict_cells
-from ditile_lab.bench.options import SWEEPS, Workload
+from ditile_lab.bench.cells import BenchCell
+from ditile_lab.bench.options import SWEEPS
 from ditile_lab.bench.session import compute_exposed_shares
-from ditile_lab.bench.subjects import create_bench_subject
 from ditile_lab.bench.submission import Submission
 from ditile_lab.machine import comparison
 
@@ -46,18 +40,6 @@ def test_a_sweep_uses_the_ranks_and_names_no_cell_twice(sweep: str, ranks: int) 
     assert all(cell == BenchCell(str(cell.plan_object), *cell[1:]) for cell in made), (
         "plans are as str(Plan) writes them"
     )
-
-
-def test_what_does_not_fit_is_left_out() -> None:
-    """Eight token rows hold eight patches, and the model has no second branch."""
-
-    def check(plan: Plan) -> None:
-        if plan.cfg > 1 or plan.num_patches > 8:
-            raise PlanError("no")
-
-    made = sweeps.list_sweep_cells("methods", 8, [(64, 64)], sweeps.make_fit_check(check))
-    assert not any("cfg" in cell.plan for cell in made)
-    assert {cell.plan_object.patches for cell in made if cell.plan_object.pipefusion == 8} == {8}
 
 
 def run(cell: BenchCell, seconds: float, one: float, **more: Any) -> dict[str, Any]:
@@ -89,14 +71,6 @@ def test_a_row_by_hand() -> None:
     assert row["predicted_memory_bytes"] == 6 and row["predicted_memory_error"] == -0.25
 
 
-def test_undisturbed_is_the_least_of_each_piece() -> None:
-    """By hand: the ranks take 1 + 2 and 1 + 1 seconds where nobody disturbs them, and one rank 2 + 3."""
-    rounds = [([[4.0, 2.0], [1.0, 1.0]], [2.0, 4.0]), ([[1.0, 5.0], [3.0, 1.5]], [5.0, 3.0])]
-    lines = [run(BenchCell("ring=2"), 9.0, 9.0, pieces=two, one_rank_pieces=one) for two, one in rounds]
-    (row,) = runs.summarize_runs(lines)
-    assert row["undisturbed_s"] == 3.0 and row["undisturbed_ratio"] == pytest.approx(5 / 3)
-
-
 def test_runs_are_read_again_and_a_line_that_was_cut_short_goes(tmp_path: Path) -> None:
     """A failure means that what was measured before an interrupt is lost, or that nothing can be added behind it."""
     folder = tmp_path / "out"
@@ -121,32 +95,6 @@ def test_exposed_by_hand() -> None:
     exact = compute_exposed_shares(report | {"synchronous": [0, 1, 2]})
     assert exact["share"] == 0.4 and exact["warmup"] == 0, "where all steps are synchronous there is no warmup"
     assert compute_exposed_shares({"step_seconds": [], "waited": {}, "steps": 0, "synchronous": []})["share"] == 0
-
-
-def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
-    """The planner's own price of the same call; a failure means a column that is about something else."""
-    # On a CPU, as a call with a cache is not recorded.
-    subject = create_bench_subject(Workload(model="shapes-pixart", steps=4))
-    profile = hardware.load_profile("epyc-2-cores")
-    one, plan = BenchCell(ONE_RANK), BenchCell("pipefusion=2 patches=4")
-    by_looks, by_rules = plan._replace(cache="F=1 W=1 R=0.1"), plan._replace(cache="F=1 W=1 R=1 MC=1")
-    job = subject.make_cost_job(plan)
-    assert job is not None
-    found = predict_cells(
-        subject, {cell: subject.make_cost_job(cell) for cell in (one, plan, by_looks, by_rules)}, profile
-    )
-    linked = predict_cell(subject, plan, job, hardware.add_interlink(profile, "100mbit"), ranks_per_host=1)
-    loops = {cell: foretold.loop_s for cell, foretold in found.items() if foretold.loop_s is not None}
-    assert loops.keys() == {one, plan, by_rules}, "what the other cache leaves out is not known"
-    assert linked.loop_s is not None and linked.loop_s > loops[plan] > loops[by_rules] > 0
-    ask = PlanQuestion(model="shapes-pixart", steps=4, hardware="epyc-2-cores", price=plan.plan)
-    assert loops[plan] == pytest.approx(answer_question(ask).result.prices[0].latency_s)
-    assert found[plan].memory_bytes == linked.memory_bytes and found[one].memory_bytes is None
-    # A machine whose two ranks are not alike may measure four.
-    unlike = hardware.join_devices([profile, profile.slow_down(2.0)])
-    four = BenchCell("pipefusion=4 patches=4")
-    jobs = {cell: subject.make_cost_job(cell) for cell in (one, plan, four)}
-    assert predict_cells(subject, jobs, unlike).keys() == {one, plan}
 
 
 @pytest.mark.parametrize(

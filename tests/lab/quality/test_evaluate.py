@@ -7,24 +7,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from ditile.cli import main
-from ditile.plan.errors import ModelError
-from ditile.plan.plan import Plan
 from ditile_lab.quality import command, scores
 from ditile_lab.quality.captions import Caption, load_captions
-from ditile_lab.quality.metrics import resize_image
-from ditile_lab.quality.options import ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions
-from ditile_lab.quality.scores import MetricPanel
+from ditile_lab.quality.options import ORIGINAL, EvaluationSetting
 from ditile_lab.quality.store import (
-    EvaluationFolder,
     ImageKey,
-    list_complete_settings,
-    make_setting_slug,
     select_pareto_front,
     summarize_settings,
 )
@@ -37,16 +29,9 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 SETTING = EvaluationSetting("pipefusion=2", "F=1")
 
 
-def noise(seed: int, side: int = 32) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
-
-
 def mean_colors(picture: Any) -> torch.Tensor:
     """Features in place of Inception's."""
     return torch.from_numpy(picture).double().mean((0, 1))[None]
-
-
-# Captions
 
 
 def test_coco_gives_the_first_caption_of_each_image_in_the_order_of_ids(tmp_path: Path) -> None:
@@ -63,60 +48,12 @@ def test_coco_gives_the_first_caption_of_each_image_in_the_order_of_ids(tmp_path
     assert load_captions(f"coco:{path}", 2, 10) == found[:2]
 
 
-# Settings
-
-
-def test_settings_are_plans_times_caches_without_the_original() -> None:
-    """A failure means that a row of the table is of another setting than it says, or is drawn twice."""
-    wanted = EvaluateOptions(plans="pipefusion=1; patches=2  pipefusion=2;ulysses=2", caches="none; F=1  W=4;F=1 W=4")
-    assert wanted.candidate_settings == [
-        EvaluationSetting("pipefusion=1", "F=1 W=4"),
-        *(EvaluationSetting(p, c) for p in ("pipefusion=2 patches=2", "ulysses=2") for c in ("none", "F=1 W=4")),
-    ]
-    assert [s.world_size for s in wanted.candidate_settings] == [1, 2, 2, 2, 2]
-    assert wanted.candidate_settings[0].has_original_plan
-    assert Plan.parse(ORIGINAL.plan) == Plan() and ORIGINAL.cache_arguments == {"cache_config": None}
-    assert len({make_setting_slug(s) for s in (ORIGINAL, *wanted.candidate_settings)}) == 6
-    assert make_setting_slug(EvaluationSetting("ulysses=2", "mask=1,2/3")) != make_setting_slug(
-        EvaluationSetting("ulysses=2", "mask=1/2,3")
-    )
-
-
-# What is there is not drawn again
-
-
 def row(setting: EvaluationSetting, place: int, seconds: float = 1.0, psnr: float = 30.0, **more: Any) -> Row:
     return {
         "plan": setting.plan, "cache": setting.cache, "caption": place, "prompt": f"caption {place}", "seed": place,
         "seconds": seconds, "original_s": 2.0, "original_again_psnr": None, "blocks_saved": 0.5,
         "scores": {"psnr": psnr, "ssim": 0.9},
     } | more  # fmt: skip
-
-
-def test_a_picture_is_there_if_its_row_and_its_file_are(tmp_path: Path) -> None:
-    """Also after a run that was cut off. A failure means that pictures are lost, or taken for others."""
-    store, captions = EvaluationFolder(tmp_path / "out"), [Caption(f"caption {k}") for k in range(3)]
-    store.check_same_job({"model": "m"})
-    store.create_folder({"model": "m"})
-    store.rows.append([row(ORIGINAL, 0), row(SETTING, 0), row(SETTING, 1)])
-    for setting, place in ((ORIGINAL, 0), (SETTING, 0)):
-        store.image_path(setting, place).parent.mkdir(parents=True)
-        store.image_path(setting, place).touch()
-    with (tmp_path / "out" / "pictures.jsonl").open("a") as file:
-        file.write('{"plan": "pipe')
-    assert set(store.read_rows_on_disk(captions, 0)) == {(ORIGINAL, 0), (SETTING, 0)}
-    store.rows.append([row(SETTING, 2)])
-    store.image_path(SETTING, 2).touch()
-    there = store.read_rows_on_disk(captions, 0)
-    assert set(there) == {(ORIGINAL, 0), (SETTING, 0), (SETTING, 2)}, "the line behind the cut one is whole"
-    assert list_complete_settings(there, 1) == [ORIGINAL, SETTING] and list_complete_settings(there, 2) == []
-    assert set(store.read_rows_on_disk(captions[:1], 0)) == set(there), "fewer captions are no other ones"
-    for wrong, seed in ((captions, 1), ([Caption("other")], 0)):
-        with pytest.raises(ModelError, match="images of other captions: number 0"):
-            store.read_rows_on_disk(wrong, seed)
-    with pytest.raises(ModelError, match="model='m', and this is model='n'; give another folder"):
-        store.check_same_job({"model": "n"})
-    store.check_same_job({"model": "m"})
 
 
 def test_means_and_ratios(tmp_path: Path) -> None:
@@ -135,44 +72,6 @@ def test_means_and_ratios(tmp_path: Path) -> None:
     points = [(1.0, 100.0), (0.5, 40.0), (0.5, 41.0), (0.6, 39.0)]
     measured = [{"latency_ratio": x, "psnr": y} for x, y in points]
     assert [(r["latency_ratio"], r["psnr"]) for r in select_pareto_front(measured)] == [(0.5, 41.0), (1.0, 100.0)]
-
-
-# Distances and scores
-
-
-def test_pictures_are_resized_and_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that scores of one size stand for those of another, or are taken again in each run."""
-    store = EvaluationFolder(tmp_path)
-    rows = {(s, k): row(s, k) for s in (ORIGINAL, SETTING) for k in range(2)}
-    for (setting, place), each in rows.items():
-        del each["scores"]
-        store.image_path(setting, place).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(noise(place + 9 * (setting == SETTING))).save(store.image_path(setting, place))
-    captions = [Caption("caption 0"), Caption("caption 1")]
-    panel = MetricPanel.from_options(JudgeOptions(), "elsewhere", captions)
-    judged = panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
-    assert rows[ORIGINAL, 1]["scores"] == {"psnr": 100.0, "ssim": 1.0}
-    first = rows[SETTING, 1]["scores"]["psnr"]
-    rows[SETTING, 1]["scores"]["psnr"] = 7.0
-    panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
-    assert rows[SETTING, 1]["scores"]["psnr"] == 7.0, "not again"
-    small = MetricPanel.from_options(JudgeOptions(resize=8), "elsewhere", captions)
-    small.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
-    assert rows[SETTING, 1]["scores"]["psnr"] > first, "noise that is averaged is less apart"
-    assert resize_image(noise(0), 8).shape == (8, 8, 3) and resize_image(noise(0), None) is not None
-    # The FID: without Inception it is not there, or refused where it was asked for.
-    references = str(store.image_path(SETTING, 0).parent)
-    assert judged.frechet is None and judged.distances == {"original": {}, str(SETTING): {}} and judged.absent["fid"]
-    with pytest.raises(ModelError, match="are for the FID, which cannot be taken: "):
-        MetricPanel.from_options(JudgeOptions(references=references), "elsewhere", captions)
-    monkeypatch.setattr(scores, "NUM_FEATURES", 3)
-    monkeypatch.setattr(scores, "load_inception_features", lambda: mean_colors)
-    panel = MetricPanel.from_options(JudgeOptions(references=references), "elsewhere", captions)
-    judged = panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
-    assert judged.distances[str(SETTING)]["frechet_references"] == pytest.approx(0, abs=1e-6)
-    assert judged.distances["original"]["frechet_original"] == 0 < judged.distances[str(SETTING)]["frechet_original"]
-    with pytest.raises(ModelError, match="one image have no covariance"):
-        MetricPanel.from_options(JudgeOptions(references=references), "elsewhere", captions[:1])
 
 
 CACHE = "F=1 W=1 R=1"

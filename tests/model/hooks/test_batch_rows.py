@@ -11,14 +11,11 @@ from torch.utils import _pytree as pytree
 
 from ditile.model.anatomies import find_anatomy
 from ditile.model.hooks.batch_rows import BatchDimFinder, join_batch_results, slice_batch_arguments
-from ditile.model.hooks.block_calls import _SurveyPass, read_token_grid
-from ditile.model.hooks.block_policy import BlockHook
-from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.block_calls import read_token_grid
 from ditile.plan.layout import Grid
 from ditile_lab.study.batch_dims import derive_batch_dims
 from tests.families import BATCH, FAMILIES
 from tests.more_families import RUN
-from tests.zoo.entry import transformer
 
 
 def test_only_what_is_batched_is_cut() -> None:
@@ -107,23 +104,6 @@ def test_joined_is_what_one_call_returns() -> None:
     joined = join_batch_results([Transformer2DModelOutput(sample=a), Transformer2DModelOutput(sample=b)])
     assert isinstance(joined, Transformer2DModelOutput)
     assert torch.equal(joined.sample, torch.cat([a, b]))
-
-
-def test_a_block_may_be_given_a_table_of_positions_on_another_device() -> None:
-    model = transformer("FluxTransformer2DModel")
-    anatomy = find_anatomy(model)
-    assert anatomy is not None
-    of_list = anatomy.lists["transformer_blocks"]
-    survey = _SurveyPass("Model", anatomy, 9, "", checks=False)
-    call = {
-        "hidden_states": torch.empty(1, 6, 32, device="meta"),
-        "encoder_hidden_states": torch.empty(1, 3, 32, device="meta"),
-        "image_rotary_emb": (torch.ones(9, 16), torch.ones(9, 16)),
-    }
-    for index, block in enumerate(model.transformer_blocks):
-        hook = BlockHook(index, "transformer_blocks", f"transformer_blocks.{index}", block, of_list)
-        survey.visit_block(Generation(), hook, dict(call), block.forward)
-    assert [flag.device.type for flag in survey.describe_call().fed.values()] == ["meta"]
 
 
 def test_rounded_positions_count_columns_right() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,7 +19,6 @@ from torch._dynamo import config as dynamo
 from torch._inductor import config as inductor
 
 import ditile
-from ditile.model.hooks.compile import decide_compile
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.runner import compose
@@ -143,24 +142,6 @@ def test_auto_makes_at_most_four_graphs_of_a_class_of_blocks(pool: Pool, name: s
     """Synchronous and asynchronous steps, patches of unequal heights: more graphs would be a wait in mid-picture."""
     for wanted, got in pool.run(draw_as_on_cuda, Plan(**plan).world, name, plan):
         check(wanted, got)
-
-
-@pytest.mark.parametrize(
-    ("make", "plan", "device", "says"),
-    [
-        (MAKE["pixart sigma"], Plan(tensor=2), CUDA, "each sum of tensor=2 would break a graph"),
-        (tiny.stable_diffusion, Plan(), CUDA, "nothing is known of the blocks of UNet2DConditionModel"),
-    ],
-)
-def test_auto_says_why_it_compiles_nothing(
-    caplog: pytest.LogCaptureFixture, make: Callable[[], Any], plan: Plan, device: torch.device, says: str
-) -> None:
-    pipe = make()
-    model = getattr(pipe, "unet", None) or pipe.transformer
-    for rank in range(2):
-        assert not decide_compile("auto", model, getattr(model, "transformer_blocks", ()), plan, device, rank)
-    (line,) = caplog.messages
-    assert says in line and line.startswith("compile='auto' compiles nothing: ")
 
 
 def test_another_word_than_auto_is_refused() -> None:

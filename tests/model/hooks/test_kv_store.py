@@ -72,23 +72,6 @@ def test_stores_belong_to_branch_and_layer() -> None:
     assert memory.key_bytes == 2 * TOKENS * 8
 
 
-def test_slices_follow_their_source() -> None:
-    """A part is cut anew when it comes from another tensor, even of the same values."""
-    memory, made = GenerationMemory(), iter(range(100))
-    first, second = torch.zeros(2), torch.zeros(2)
-    actual = [memory.get_cached_slice("x", source, lambda: next(made)) for source in (first, first, second, first)]
-    assert actual == [0, 0, 1, 2]
-
-
-def test_a_buffer_keeps_its_content() -> None:
-    """Predictions of other patches stay; another shape or dtype begins with zeros."""
-    memory, like = GenerationMemory(), torch.zeros(1)
-    memory.get_persistent_buffer("x", (2, 3), like)[0] = 1
-    assert memory.get_persistent_buffer("x", (2, 3), like).sum() == 3
-    assert memory.get_persistent_buffer("x", (2, 4), like).sum() == 0
-    assert memory.get_persistent_buffer("x", (2, 4), like.double()).dtype == torch.float64
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_masks_of_micro_batches_of_one_row(rows: int) -> None:
     """Two rows of a batch, one after the other; at first a mask was there for both, or none.

@@ -142,33 +142,6 @@ class Front(nn.Module):
         return {name: value.clone() for name, value in out.items()}
 
 
-class Silent(Front):
-    """Its result lacks what it makes of the latents, as that of a stage that has no block that would show it."""
-
-    def forward(self, latents: Tensor, text: Tensor, time: Tensor) -> dict[str, Tensor]:
-        """`[B, 2]` each."""
-        return {name: torch.nan_to_num(value) for name, value in super().forward(latents, text, time).items()}
-
-
-@pytest.mark.parametrize("fed", [False, True])
-def test_a_later_stage_whose_blocks_are_given_what_is_made_of_the_latents(fed: bool) -> None:
-    """It computes that for each patch if they are. A failure means the same of the first step in all others."""
-    model, calls, now = Silent(), Counter[str](), Generation(PatchSchedule(stages=2, patches=2, steps=4, warmup=1))
-    count_calls(calls, model.image, "image")
-    memo = OutputMemoizer(model, Anatomy({}, "none", embeds=("image",)), now, first=False)
-    with torch.no_grad(), ExitStack() as stack:
-        memo.install_hooks(stack)
-        now.is_surveyed = True
-        poisoned = torch.full((1, 2), torch.nan), torch.ones(1, 2), torch.ones(1, 2)
-        memo.survey_call(functools.partial(model, *poisoned), lambda: fed)
-        now.is_surveyed = False
-        calls.clear()
-        for patch in range(2):
-            now.enter_micro_step(MicroStep(1, patch))
-            model(torch.randn(1, 2), torch.ones(1, 2), torch.ones(1, 2))
-    assert calls["image"] == (2 if fed else 1)
-
-
 @pytest.fixture
 def run() -> Iterator[tuple[Callable[..., dict[str, Tensor]], Counter[str], Generation]]:
     """A surveyed model, all of whose modules but one are in its row, and how often they were called since."""

@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ditile.model.hooks.attention_hooks import CallsInTurn, MaskOfRealPairs
-from ditile.model.hooks.pieces import Piece, RehearsedPrediction, list_predictions
+from ditile.model.hooks.pieces import Piece, RehearsedPrediction
 from ditile.model.hooks.placeholders import is_placeholder, restore_contents, turn_into_placeholder
-from ditile.model.hooks.token_arguments import Frames, group_runs, take_runs, write_runs
-from ditile.plan.anatomy import ListAnatomy
+from ditile.model.hooks.token_arguments import take_runs, write_runs
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.layout import Grid
-from ditile_lab.study.merge import merge_lists
 
 NAN = float("nan")
 PACKED, GRID, VIDEO = (2, 12, 4), (2, 4, 6, 8), (1, 4, 3, 6, 8)
@@ -57,20 +55,6 @@ def test_a_piece_takes_and_puts_what_is_marked(mask: Tensor, is_run: bool) -> No
         assert torch.equal(target, torch.where(mask, x, 0.0))
 
 
-def test_rows_that_are_not_alike_have_places_of_their_own() -> None:
-    mask = torch.zeros(2, 6, dtype=torch.bool)
-    mask[0, 1], mask[1, 4] = True, True
-    piece, x = Piece.from_mask(mask), torch.arange(12.0).view(2, 6)
-    assert not piece.has_rows and piece.take(x).tolist() == [1.0, 10.0]
-
-
-def test_what_has_a_value_for_each_token_is_cut_along_runs_alone() -> None:
-    noise = torch.randn(2, 12)
-    assert torch.equal(Piece.from_mask(mark(PACKED, 1, slice(3, 7))).take_prefix(noise), noise[:, 3:7])
-    with pytest.raises(ModelError, match="a value for each token"):
-        Piece.from_mask(mark_flat(VIDEO, 40, 90)).take_prefix(noise)
-
-
 def test_a_statistic_of_the_whole_is_nan_only_where_all_of_it_is() -> None:
     """A failure: guidance that is rescaled by the spread of a prediction would make every patch that of all tokens."""
     x = torch.randn(2, 12, 4)
@@ -82,12 +66,6 @@ def test_a_statistic_of_the_whole_is_nan_only_where_all_of_it_is() -> None:
     assert torch.equal(torch.isnan(by_token), torch.isnan(x))
     assert torch.isnan(prediction[:, 3:7].mean())
     assert not torch.isnan(prediction.sum()) and torch.isnan(prediction[:, 3].sum(dim=-1)).all()
-
-
-def test_predictions_are_found_in_what_a_model_returns() -> None:
-    one, rows = torch.randn(2, 3), [torch.randn(3), torch.randn(3)]
-    assert [x.shape for x in list_predictions((one, rows, None))] == [(2, 3), (2, 3)]
-    assert list_predictions({"sample": one})[0] is one and list_predictions(one)[0] is one
 
 
 def test_a_placeholder_keeps_what_is_computed_with_outside_of_it() -> None:
@@ -104,18 +82,6 @@ def test_a_placeholder_keeps_what_is_computed_with_outside_of_it() -> None:
     assert block.get_submodule("norm") is norm
 
 
-RUNS = st.lists(
-    st.tuples(st.integers(0, 30), st.integers(0, 6)).map(lambda at: range(at[0], at[0] + at[1])), min_size=1
-)
-
-
-@given(RUNS)
-def test_runs_are_taken_one_after_the_other(runs: list[range]) -> None:
-    x = torch.arange(2 * 40).view(2, 40)
-    want = torch.cat([x[:, run.start : run.stop] for run in runs], dim=1)
-    assert torch.equal(take_runs(x, runs, 1), want)
-
-
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.data())
 def test_rows_of_frames_are_written_where_they_were_taken(
     frames: int, rows: int, width: int, data: st.DataObject
@@ -129,17 +95,6 @@ def test_rows_of_frames_are_written_where_they_were_taken(
     write_runs(whole, take_runs(x, runs, 1), runs, 1)
     at = torch.tensor([token for run in runs for token in run])
     assert torch.equal(whole[:, at], x[:, at]) and whole.count_nonzero() == x[:, at].count_nonzero()
-
-
-@pytest.mark.parametrize("frames", [2, 3, 21])
-def test_the_same_rows_of_every_frame_are_one_copy(frames: int) -> None:
-    """A failure costs a GPU's host as many copies as a video has frames, in every layer."""
-    assert group_runs(Grid(5, 4, frames).locate_rows(1, 3)) == (Frames(range(4, 12), frames, 20),)
-
-
-def test_runs_that_overlap_or_go_back_stay_apart() -> None:
-    for runs in ((range(1), range(1)), (range(5, 7), range(2, 4)), (range(4), range(2, 6))):
-        assert len(group_runs(runs)) == 2
 
 
 class Noted:
@@ -162,19 +117,6 @@ def test_only_a_boolean_mask_of_pairs_is_one_of_keys() -> None:
     assert core.mask is not None and core.mask.equal(real[None, None, None])
     with pytest.raises(ModelError, match="tells queries apart"):
         MaskOfRealPairs(core).attend(q, q, q, mask=pairs.float())
-
-
-def test_a_mask_that_one_pipeline_needs_whole_is_whole() -> None:
-    """A failure means that a family whose pipelines give boolean and additive masks can be divided in none of them."""
-
-    def make_list(kinds: str, attention: str) -> ListAnatomy:
-        return ListAnatomy(
-            image="x", text=None, returns=("image",), is_tuple=False, tokens=1, has_no_batch=False, joint="none",
-            arguments={"mask": (kinds,)}, attention={"attn": (attention,)},
-        )  # fmt: skip
-
-    whole, cut = make_list("BK", "J"), make_list("BJ", "J&")
-    assert merge_lists("blocks", whole, cut) == whole == merge_lists("blocks", cut, whole)
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 4])
