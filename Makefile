@@ -33,6 +33,7 @@ test: environment
 # Everything, in parts of an hour at most. `make nightly PARTS="zoo cache"` runs these; without names, those that have not
 # passed on this commit. The results are in nightly.txt.
 nightly: environment
+	$(INSTALL) -e '.[release]'
 	$(RUN) -m tests.nightly $(PARTS)
 
 # Format, lint, types, the rules of the house, and the wheel by itself.
