@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchLCMScheduler,
+    SASolverScheduler,
+    UniPCMultistepScheduler,
+)
 from PIL import Image
 
 import ditile
@@ -111,6 +117,12 @@ def test_the_clean_latents_of_two_steps(scheduler: Any) -> None:
     scheduler.set_begin_index(3)
     estimate = estimate_clean_latents(scheduler, 1, *mix_latents(scheduler, 4, clean, noise))
     torch.testing.assert_close(estimate, clean, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheduler", [FlowMatchLCMScheduler, SASolverScheduler])
+def test_schedulers_that_add_noise(scheduler: Any) -> None:
+    assert not can_estimate_clean(scheduler())
 
 
 def paint(height: int, width: int, seed: int = 0) -> Image.Image:

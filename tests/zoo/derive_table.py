@@ -31,7 +31,7 @@ from tests.zoo.entry import Entry, entry
 
 TABLE = ASSETS / "anatomies.json"
 WIDTH = 120
-OTHERWISE = "when it was looked at"
+OTHERWISE = "when its class was studied"
 """What an error says of a model that does something else than what it was derived from."""
 
 

@@ -54,8 +54,8 @@ def begin_watch(stall: float | None) -> None:
     """Start the watcher of this rank, if torchrun started this process with others and it has none yet.
 
     Args:
-        stall: seconds without progress after which the run is ended; None for a script, whose own work
-            may take any time: then a call of a runner must make progress every minute, and nothing else is timed.
+        stall: seconds without progress after which the run is ended. None for a script: then only calls of a runner
+            are timed, which must make progress every minute.
 
     Raises:
         JoinError: if rank 0 cannot be reached in `START_SECONDS`.
@@ -75,7 +75,7 @@ def begin_watch(stall: float | None) -> None:
             addresses = ["127.0.0.1"]
             if env.read_local_world() != task["world"]:
                 addresses = [env.read_master_address()]
-                # If MASTER_ADDR is not an address of this host itself, the hub listens on all of its addresses.
+                # MASTER_ADDR may not be of this host; the hub then listens on all interfaces, and this is one of them.
                 with contextlib.suppress(OSError):
                     addresses.append(socket.gethostbyname(socket.gethostname()))
             secret = secrets.token_hex(32)
@@ -88,6 +88,8 @@ def begin_watch(stall: float | None) -> None:
             _write_line(process.stdin, task | hub_address)
     except JoinError:
         process.kill()
+        # A script may try again.
+        start_watcher.cache_clear()
         raise
     fd = process.stdin.fileno()
     env.set_progress_fd(fd)
@@ -104,7 +106,7 @@ def needs_watch() -> bool:
 
 @functools.cache
 def start_watcher() -> subprocess.Popen[bytes]:
-    """Start this rank's watcher, not yet connected to others. From now on the rank ends when torchrun does."""
+    """Start this rank's watcher, or return the one that was started. The rank now ends when torchrun does."""
     die_with_parent()
     code = f"import sys; sys.path[:] = {sys.path}; from {run_watcher.__module__} import run_watcher; run_watcher()"
     return subprocess.Popen(
@@ -185,7 +187,7 @@ def explain_join_errors(place: env.Torchrun, timeout: float) -> Iterator[None]:
             f"rank {place.rank} of {place.world} cannot connect to the others at {env.describe_master()} "
             f"({str(error).splitlines()[0]}); if torchrun did not start this process, unset RANK and WORLD_SIZE; "
             "between hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that joins them; "
-            f"where one needs more than {timeout:g} s to fetch a model, fetch it before, or raise --stall-timeout"
+            f"if a rank needs more than {timeout:g} s to fetch its model, fetch it first"
         ) from error
     finally:
         timer.cancel()

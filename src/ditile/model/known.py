@@ -28,10 +28,11 @@ class KnownModel:
     Attributes:
         name: its name in ditile.
         hub_id: its id on the Hugging Face hub; None if its weights come with this package.
-        blocks, heads: the numbers of them in the transformer.
+        transformer: its class.
+        blocks, heads: how many the transformer has.
         token_side: the side of a token, in pixels of the image.
         height, width: the default size of an image, in pixels.
-        cuts_rows: whether patches are whole rows of its tokens.
+        cuts_rows: whether patches are whole rows of its tokens; `check_call` checks nothing of other models.
         bins_sizes: whether its pipeline by default replaces the given size by the nearest of a list of sizes.
         is_video: whether it makes videos; filled in for bundled models only.
         base: the bundled model that provides the components that this model lacks.
@@ -78,6 +79,7 @@ class KnownModel:
             ModelError: if a side is not a whole number of tokens.
             PlanError: if the plan does not fit.
         """
+        # The runner checks the sizes of other models.
         if not self.cuts_rows:
             return
         check_image_size(call, self.token_side)

@@ -28,7 +28,7 @@ def defer_projections(
 
     Args:
         norms: of each; None if there is none.
-        heads: (number, -1) or (-1, size).
+        heads: what `unflatten` takes: (number of heads, -1) or (-1, size of a head).
     """
 
     def project_heads(linear: Any, norm: Any) -> Tensor:
@@ -62,11 +62,7 @@ def _defer_concatenation(first: DeferredTensor, second: DeferredTensor) -> Defer
 
 
 class FluxOverlappedProcessor:
-    """Replaces `FluxAttnProcessor` so that each projection is sent while the next is computed.
-
-    Raises:
-        ModelError: if the projections are fused.
-    """
+    """Replaces `FluxAttnProcessor` so that each projection is sent while the next is computed."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
@@ -79,7 +75,11 @@ class FluxOverlappedProcessor:
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend, image `[B, S, C]` and text `[B, T, C]` to the same, or the joint sequence to itself."""
+        """Attend, image `[B, S, C]` and text `[B, T, C]` to the same, or the joint sequence to itself.
+
+        Raises:
+            ModelError: if the projections are fused.
+        """
         if attn.fused_projections:
             raise ModelError(f"async_ulysses needs q, k and v apart, and they are fused; {UNFUSE}")
         heads = (-1, attn.head_dim)
@@ -99,7 +99,7 @@ def _apply_rotary(make: DeferredTensor, table: tuple[Tensor, Tensor]) -> Tensor:
     return out  # type: ignore[no-any-return]
 
 
-class SD3Attention:
+class SD3OverlappedProcessor:
     """Joint or image-only attention of SD3's blocks: projections, qk-norm, then an `AttentionCore`."""
 
     def __init__(self, core: Any) -> None:
@@ -120,13 +120,13 @@ class SD3Attention:
         return attn.to_out[0](image), text_tokens
 
 
-class PixArtSelfAttention:
+class PixArtOverlappedProcessor:
     """Self attention of PixArt's blocks: projections, then an `AttentionCore`."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
 
-    def __call__(self, attn: Attention, hidden_states: Tensor, *unused: Any, **also: Any) -> Tensor:
+    def __call__(self, attn: Attention, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Attend, `[B, S, C]` to `[B, S, C]`; these blocks do not use the stock processor's other arguments."""
         linears = (attn.to_q, attn.to_k, attn.to_v)
         makers = defer_projections(hidden_states, linears, (None, None, None), (attn.heads, -1))
@@ -139,10 +139,10 @@ class PixArtSelfAttention:
 
 PROCESSORS: Mapping[type, Mapping[type, Callable[[Any], Any]]] = {
     FluxTransformer2DModel: {FluxAttnProcessor: FluxOverlappedProcessor},
-    PixArtTransformer2DModel: {AttnProcessor2_0: PixArtSelfAttention},
-    SD3Transformer2DModel: {JointAttnProcessor2_0: SD3Attention},
+    PixArtTransformer2DModel: {AttnProcessor2_0: PixArtOverlappedProcessor},
+    SD3Transformer2DModel: {JointAttnProcessor2_0: SD3OverlappedProcessor},
 }
-"""Transformer -> stock processor -> the overlapped one with an attention core in its place."""
+"""Transformer -> stock processor -> the class that replaces it, which is made with an attention core."""
 
 
 def find_overlapped_processors(transformer: nn.Module) -> Mapping[type, Callable[[Any], Any]]:

@@ -8,9 +8,9 @@ from ditile.serve.jobs import Job
 
 # Bounds of the histogram in seconds: from a small model's image to a long video.
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
-# Stages that a call measures. Besides these, "wait" ends when the ranks begin, and "total" when the job has ended.
+# Stages that a call measures. There are two more: "wait" until ranks begin, and "total" until the job has ended.
 CALL_STAGES = ("text", "denoise", "decode")
-# Name -> help, and labels. Dashboards rely on these names.
+# Name -> help, and labels. Dashboards rely on these names: a "group" is a replica.
 _COUNTERS: dict[str, tuple[str, list[str]]] = {
     "group_failures": ("groups of ranks that ended", ["group"]),
     "jobs_accepted": ("jobs that came", ["kind"]),
@@ -36,12 +36,10 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         self._counters = {}
         for name, (text, labels) in _COUNTERS.items():
-            full_name = f"ditile_{name}"
-            self._counters[name] = Counter(full_name, text, labels, registry=self.registry)
+            self._counters[name] = Counter(f"ditile_{name}", text, labels, registry=self.registry)
         self._gauges = {}
         for name, (text, labels) in _GAUGES.items():
-            full_name = f"ditile_{name}"
-            self._gauges[name] = Gauge(full_name, text, labels, registry=self.registry)
+            self._gauges[name] = Gauge(f"ditile_{name}", text, labels, registry=self.registry)
         self._seconds = Histogram(
             "ditile_seconds", "seconds of a job by stage", ["stage"], registry=self.registry, buckets=_SECONDS
         )
@@ -63,7 +61,7 @@ class Metrics:
         counter.inc()
 
     def note_seconds(self, stage: str, begin: float, end: float | None) -> None:
-        """Record the seconds of a stage of a job, if it has ended."""
+        """Record the seconds of a stage of a job; nothing if `end` is None."""
         # The system clock may have been set back meanwhile.
         if end is not None:
             self._seconds.labels(stage).observe(max(0.0, end - begin))
@@ -82,7 +80,7 @@ class Metrics:
             self._counters["pixels"].inc(num_frames * width * height)
             for stage in CALL_STAGES:
                 self.note_seconds(stage, 0.0, job.result.seconds.get(stage))
-            # Stages and contexts skip nearly the same steps, so the most counts; the steps of a batch count once.
+            # Stages and contexts skip nearly the same steps, so the most counts. The jobs of a batch share them.
             skipped = 0
             for context in job.result.facts.get("left_out", []):
                 skipped = max(skipped, len(context["cached_steps"][-1]))

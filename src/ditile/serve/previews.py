@@ -9,7 +9,6 @@ is where the line through two successive latents ends: a step goes from `a0 * cl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,12 @@ from torch import Tensor
 
 from ditile.plan.errors import ModelError
 
-# Singular values below this share of the largest are noise where an image has few latent pixels.
+# With few latent pixels, singular values below this share of the largest are noise, and are left out.
 CUTOFF = 1e-2
 # The map is fitted to this many of the newest latent pixels.
 MAX_ROWS = 2**16
+# They add noise in each step, which nothing in their configs says.
+NOISY_SCHEDULERS = frozenset({"FlowMatchLCMScheduler", "SASolverScheduler"})
 
 
 class PreviewDecoder:
@@ -60,7 +61,7 @@ class PreviewDecoder:
         if self._inputs.shape[1] != num_inputs:
             self._inputs = torch.zeros(0, num_inputs, dtype=torch.float64)
             self._colors = torch.zeros(0, 3 * side * side, dtype=torch.float64)
-        # A latent frame holds several frames, except for the first. It is compared with its last frame.
+        # Each latent frame after the first stands for several frames: it is fitted to the last of them.
         stride = (len(frames) - 1) / max(len(grids) - 1, 1)
         for index, grid in enumerate(grids):
             rows, columns, _ = grid.shape
@@ -117,11 +118,12 @@ class PreviewDecoder:
 class CallPreviews:
     """The previews of one call, made from the latents after some steps.
 
-        previews = CallPreviews(decoder, pipe.scheduler, {4, 9}, (1024, 1024), show)
+        previews = CallPreviews(decoder, pipe.scheduler, {4, 9, 19}, (1024, 1024), show)
         runner(..., watch=StepWatch(on_latents=previews.take_latents, latents_at=previews.latents_at))
 
     Args:
-        steps: the steps with a preview after them; also the last one, for `last_latents`.
+        steps: the steps, counted from 0, with a preview after them. The last step is among them, as `fit` needs its
+            latents.
         size: (width, height) of the images in pixels.
         on_preview: called with (step, a preview of each image) if the decoder was fitted before.
 
@@ -160,14 +162,19 @@ class CallPreviews:
         self.last_step = step
         if step not in self._steps:
             return
-        # The first image has no preview, nor has an image of another size than its class requested. The call goes on.
-        with suppress(ModelError):
-            self._on_preview(step, [self._decoder.decode(row[None], self._size) for row in clean])
+        try:
+            images = [self._decoder.decode(row[None], self._size) for row in clean]
+        except ModelError:
+            # Nothing was fitted yet, or the pipeline draws another size than was asked for: there is no preview.
+            return
+        self._on_preview(step, images)
 
 
 def can_estimate_clean(scheduler: Any) -> bool:
     """Return whether it is known how a scheduler mixes images with noise, and its steps add none."""
     config = scheduler.config
+    if type(scheduler).__name__ in NOISY_SCHEDULERS:
+        return False
     adds_noise = config.get("stochastic_sampling") or str(config.get("algorithm_type")).startswith("sde")
     # A scheduler of a higher order makes more than one step between two latents.
     if adds_noise or getattr(scheduler, "order", 1) != 1:
@@ -176,7 +183,7 @@ def can_estimate_clean(scheduler: Any) -> bool:
 
 
 def estimate_clean_latents(scheduler: Any, step: int, before: Tensor, after: Tensor) -> Tensor:
-    """Return the latents without noise, to which the line through two successive latents leads.
+    """Extrapolate the line through two successive latents to where there is no noise.
 
     Args:
         scheduler: the scheduler of the call with its sigmas; `can_estimate_clean` must be true for it.

@@ -39,8 +39,8 @@ class FittedPolicies:
 
     Args:
         pipe: the pipeline, or a model that has none.
-        models: that it calls in its loop.
-        list_later_shares: where another rank has the first numbers of weights.
+        models: the transformers that its loop calls.
+        list_later_shares: lists the modules whose weights begin on another rank.
 
     Raises:
         LoadError: if the file of the schedule cannot be read.
@@ -54,7 +54,7 @@ class FittedPolicies:
         self._list_later_shares = list_later_shares
         self._models = models
         self._is_shipped = config.schedule is None
-        # Those that may belong to the models, and those of them that belong to their weights.
+        # Of the class of these models; `_schedules` has those that were fitted to their weights.
         self._candidates: list[Schedule] = []
         if config.schedule is None:
             for schedule in read_shipped_schedules().values():
@@ -66,7 +66,7 @@ class FittedPolicies:
             self._candidates.append(Schedule.read(config.schedule))
         self._schedules: list[Schedule] = list(self._candidates)
         self._call: Mapping[str, Any] = {}
-        # A block may differ on one rank only, which must not raise by itself: ranks compare `content` in each call.
+        # On several ranks nothing is raised here, as one rank alone may differ: they compare `content` in each call.
         if not torch.distributed.is_initialized():
             self._schedules = self._match_weights()
 
@@ -79,8 +79,7 @@ class FittedPolicies:
 
     @property
     def content(self) -> str:
-        """Return a text for comparing ranks. It is equal where files say the same, and all or none have the weights
-        that these were fitted to."""
+        """Return a text for comparing ranks: what the files say, and whether they were fitted to these weights."""
         digest = hashlib.sha256()
         present = describe_models(self._models, self._list_later_shares)
         words: list[str] = []
@@ -98,8 +97,8 @@ class FittedPolicies:
         self._schedules = self._match_weights()
         self._call = {name: call.get(name) for name in ("strength", "guidance_scale", "true_cfg_scale")}
         self._call["steps"] = call.get("num_inference_steps")
-        # For the command that a refusal names; the picture itself is not kept.
-        self._call["image"] = call.get("image") is not None or None
+        # The command that a refusal names has no use for the image itself.
+        self._call["image"] = True if call.get("image") is not None else None
         if self._schedules:
             present = describe_call(self._pipe, self._models[0], call)
             self._schedules = self._select_equal(self._schedules, present)
@@ -135,8 +134,11 @@ class FittedPolicies:
         return ScheduledSteps(budget.computed, budget.weights, check_latents)
 
     def _match_weights(self) -> list[Schedule]:
-        """Return the schedules of these weights. A schedule given by the user is refused if it does not fit them; for
-        others the log says why."""
+        """Return the schedules that were fitted to these weights.
+
+        Raises:
+            ModelError: if the user gave one, and it was not. Shipped ones are of another model then.
+        """
         if not self._candidates:
             return []
         try:

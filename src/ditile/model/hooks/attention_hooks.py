@@ -42,10 +42,10 @@ def install_attention(
     """Install cores in the layers of a block until the stack is closed.
 
     Args:
-        overlapped: stock processor -> what makes one that computes q, k and v one after the other for a core.
+        overlapped: stock processor -> what makes one that sends each of q, k and v while the next is computed.
         build: (layer, backend, kind, through_dispatch) -> the attention of a layer.
         choose_backend: the name of the attention backend that calls a core, given the name that a processor has.
-        is_whole: whether the current call is computed whole, without cores; None if none is.
+        is_whole: whether the current call does without cores; None if all calls have them.
     """
     for path, module in hook.list_attentions():
         layer = f"{hook.name}.{path}".rstrip(".")
@@ -72,8 +72,7 @@ def install_attention(
         has_further_keys = any(FURTHER in kind for _, kind in calls)
         if attend.overlaps and type(stock) in overlapped:
             override_attribute(stack, module, "processor", overlapped[type(stock)](attend))
-        # A layer with further keys may dispatch without the processor's `_parallel_config`, and otherwise in other
-        # calls.
+        # Layers with further keys do not give `_parallel_config` to each call, so torch's function is redirected.
         elif through_dispatch and is_whole is None and not has_further_keys:
             processor = copy.copy(stock)
             processor._parallel_config = attend
@@ -86,16 +85,16 @@ def install_attention(
                 processor._attention_backend = AttentionBackendName.NATIVE
                 override_attribute(stack, module, "processor", processor)
             redirect = AttentionRedirect(attend)
+            # A block that attends by itself may be left out by a cache, and then attends to nothing.
             checked_layer = layer if path else None
             redirected = RedirectedForward(redirect, checked_layer, is_whole, module.forward)
             override_attribute(stack, module, "forward", redirected.run)
 
 
 class MaskOfRealPairs:
-    """Attention with a mask over pairs, which holds a pair if query and key are both real: a mask of keys says the
-    same.
+    """Attention with a mask of pairs that says no more than a mask of keys does.
 
-    The results of padded queries are not read.
+    It allows a pair if query and key are both real, and nobody reads the results of padded queries.
     """
 
     overlaps = False
@@ -109,7 +108,7 @@ class MaskOfRealPairs:
         """Attend, `[B, S, N, H]` to the same shape.
 
         Raises:
-            ModelError: if the mask is additive, so that padded keys are attended to, and padded queries are read.
+            ModelError: if the mask is not of booleans: padded keys then count a little.
         """
         if mask is not None and mask.dtype != torch.bool:
             raise make_pairs_error(mask)
@@ -141,7 +140,7 @@ class CallsInTurn:
 
     Args:
         layer: its name in the model.
-        least: how many turns there are at least; the others are of IP-adapters, which a call may give no images.
+        least: how many turns there are at least; a call without images for IP-adapters has no turns for them.
     """
 
     overlaps = False
@@ -179,8 +178,8 @@ class CallsInTurn:
         self._turn = 0
         if turns and turns not in self._known:
             raise StateError(
-                f"{self._layer} attended {turns} times in a call and {self._known[-1]} times when it was looked at, "
-                "so which keys are whose is not known; use a plan of data or cfg"
+                f"{self._layer} attended {turns} times in a call and {self._known[-1]} times when its class was "
+                "studied, so which keys each call takes is not known; use a plan of data or cfg"
             )
         if turns and len(self._known) > 1:
             self._known = range(turns, turns + 1)
@@ -217,7 +216,7 @@ class RedirectedForward:
     is_whole: Callable[[], bool] | None
     forward: Callable[..., Any]
 
-    # A compiled block guards the identity of what it calls. All layers share this function, and no partial or closure.
+    # A method, and no closure: a compiled block guards what it calls by identity, and layers share this function.
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward.
 
@@ -231,8 +230,7 @@ class RedirectedForward:
             out = self.forward(*args, **kwargs)
         if not self.redirect.is_used and self.layer is not None:
             raise ModelError(
-                f"{self.layer} computes attention otherwise than it did when it was looked at; use a plan of data or "
-                "cfg"
+                f"{self.layer} computes attention otherwise than when its class was studied; use a plan of data or cfg"
             )
         return out
 
@@ -248,18 +246,17 @@ class AttentionRedirect(TorchFunctionMode):
         super().__init__()
         self._core = core
         self.is_used = False
-        self._multi_head = copy_multi_head_attention(self._count_and_attend)
+        self._multi_head = copy_multi_head_attention(self._redirect_call)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
-            self.is_used = True
-            return self._attend_with_core(*args, **(kwargs or {}))
+            return self._redirect_call(*args, **(kwargs or {}))
         # Inside of torch's own function this mode is off, so a copy of it calls the core.
         if func is functional.multi_head_attention_forward:
             return self._multi_head(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _count_and_attend(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _redirect_call(self, *args: Any, **kwargs: Any) -> Tensor:
         self.is_used = True
         return self._attend_with_core(*args, **kwargs)
 
@@ -275,7 +272,7 @@ class AttentionRedirect(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         refuse_causal_and_dropout(dropout_p, is_causal)
-        # Rows and heads are one dimension, so they are passed on as the heads of one row.
+        # [rows * heads, tokens, size] is taken for one row with as many heads.
         if query.ndim == 3:
             if attn_mask is not None and attn_mask.ndim == 3:
                 attn_mask = attn_mask[None]

@@ -2,7 +2,7 @@
 
 Every rank computes the same tables from the height, so no size is ever sent. An image of H rows is cut at
 `ImageRows.cuts`; some ranks may have no row. An operation with a `RowWindow` makes each of its output rows from a run
-of input rows; the rank with the input row at the same place owns the output row. A `Strip` is one rank's part.
+of input rows; output row i belongs to the rank that has input row i * stride / scale. A `Strip` is one rank's part.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class RowWindow:
             )
         cuts = [0]
         for cut in rows.cuts[1:-1]:
-            # It becomes the first output row whose place in the input is not above the cut.
+            # The first output row at the cut or below it: cut * scale / stride, rounded up.
             cuts.append(min(-(-cut * self.scale // self.stride), height))
         return ImageRows((*cuts, height))
 
     def compute_input_reach(self, out: range) -> range:
-        """Return the repeated input rows for some output rows; they may lie outside of the image."""
+        """Return the input rows for some output rows, counted after `scale`; they may lie outside of the image."""
         if not out:
             return range(0)
         first = out.start * self.stride - self.before
@@ -155,8 +155,8 @@ def plan_halo_exchange(rows: ImageRows, window: RowWindow, rank: int) -> Halo:
         input_rows = window.find_input_rows(range(row, row + 1), height)
         if intersect_ranges(input_rows, own) == input_rows:
             inner_rows.append(row)
+    # Rows of neighbours are needed at the edges alone, so the inner rows are one run.
     inner = range(out.start, out.start)
-    # Its neighbours' rows are needed only at the edges, so these rows are consecutive.
     if inner_rows:
         inner = range(inner_rows[0], inner_rows[-1] + 1)
     return Halo(own, out, inner, tuple(above), tuple(below), tuple(sends))
@@ -269,8 +269,8 @@ class Strip:
 
         Args:
             image: all rows.
-            unit: a power of two. Strips have a multiple of this number of rows, or if that is impossible of half of it,
-                and so on, so that each has whole rows at the lowest resolution of a coder.
+            unit: a power of two. The height of each strip is a multiple of it, so that a strip has whole rows at the
+                lowest resolution of a coder. It is halved until that is possible.
         """
         # Fewer units than ranks would leave ranks without rows.
         height = image.shape[-2]
@@ -294,15 +294,14 @@ class Strip:
             if len(rows.select_rank_rows(self._rank)) == height:
                 self.rows = rows
                 return
-        # Resolutions that operations made are known. A view makes several rows of each known row, or one row of
-        # several.
+        # No operation made this resolution: a view has split each row into several, or merged several.
         for rows in self._known:
             own = len(rows.select_rank_rows(self._rank))
             if own and height % own == 0:
                 factor = height // own
                 self._remember_rows(ImageRows(tuple(cut * factor for cut in rows.cuts)))
                 return
-            if height and own % height == 0:
+            if own and height and own % height == 0:
                 divisor = own // height
                 if all(cut % divisor == 0 for cut in rows.cuts):
                     self._remember_rows(ImageRows(tuple(cut // divisor for cut in rows.cuts)))
@@ -324,7 +323,10 @@ class Strip:
         return part
 
     def start_halo_exchange(self, x: Tensor, part: Halo) -> Callable[[], list[tuple[range, Tensor]]]:
-        """Start to send and receive halo rows; return a function that waits for all visible rows."""
+        """Start to send and receive halo rows; return a function that waits for them.
+
+        It returns the received rows and the own ones, from top to bottom.
+        """
         sends = []
         for peer, rows in part.sends:
             sends.append((peer, x.narrow(-2, rows.start - part.own.start, len(rows))))
@@ -341,7 +343,7 @@ class Strip:
         return wait_for_rows
 
     def start_strip_gather(self, x: Tensor, units: int = 1) -> PendingRows:
-        """Start to gather the strips of all ranks, rows first: `[units * rows, ...]`, `units` to a row."""
+        """Start to gather the strips of all ranks, `[units * rows, ...]`: a row has `units` entries."""
         shapes = [(units * size, *x.shape[1:]) for size in self.rows.rows_per_rank]
         return self._links.start_gather(x, shapes)
 

@@ -55,9 +55,10 @@ class RecordedCall:
 
     Attributes:
         arguments: of its forward, by parameter.
-        image, text: tokens in its blocks; if these have one sequence, all of it is the image.
+        rows: of its batch.
+        image, text: tokens in its blocks; those of a single sequence are all the image's.
         channels: of an image token.
-        out: numbers of the prediction, over all rows.
+        out: the size of the prediction, over all rows.
     """
 
     arguments: CallArguments
@@ -72,8 +73,8 @@ class RecordedStep(NamedTuple):
     """The first step of a pipeline's loop.
 
     Attributes:
-        latents: their numbers.
-        mode: the mode in which it ran. It knows which numbers are unknown.
+        latents: their size.
+        mode: the mode in which it ran. It knows which values are unknown.
     """
 
     calls: tuple[RecordedCall, ...]
@@ -87,12 +88,15 @@ class StopAfterFirstStep(Exception):  # noqa: N818
 
 @lru_cache(maxsize=1)
 def read_prompt_table() -> Mapping[str, Mapping[str, Any]]:
-    """Read the shapes without rows of each pipeline's prompt arguments. Sizes have their names in configs.
+    """Read what each class of pipelines takes in place of a prompt: argument -> how to make it.
 
-    A shape in a list is that of a list's item for each row. `picture` and `film` have the size of the call, and
-    `ends` are where the texts of rows in one sequence begin and end. `tags` are those of one text's tokens, `words` the
-    numbers of its words, and `dtype` is that of its embeddings. What is null is not given: the pipeline takes it with a
-    prompt alone.
+    - `["text", "joint_attention_dim"]`: a tensor of this shape for each row; a word is a size in a config.
+    - `[["text", "caption_channels"]]`: a list, with such a tensor for each row.
+    - `"picture"`, `"film"`: an image or a video in the size of the call.
+    - `"ends"`: where each text of a joined sequence begins and ends.
+    - `"tags"`, `"words"`: a number for each token of one text, or of each row's.
+    - `"dtype"`: the type of embeddings.
+    - a number: itself. null: nothing, since the pipeline takes it with a prompt alone.
     """
     table: Mapping[str, Mapping[str, Any]] = json.loads((ASSETS / "prompts.json").read_text("utf-8"))
     return table
@@ -103,7 +107,7 @@ class PipelineRecorder:
 
     Args:
         pipe: the pipeline, without text encoders; to record a step, its models must be on the meta device.
-        hooks: for the blocks of its transformer, not installed, and of a second one that is called in turns with it.
+        hooks: of each of its transformers, not installed.
 
     Raises:
         ModelError: if the arguments in place of a prompt are not known.
@@ -112,7 +116,7 @@ class PipelineRecorder:
     def __init__(self, pipe: Any, *hooks: TransformerHooks) -> None:
         self.pipe = pipe
         self._hooks = hooks
-        # They would show a call that the user did not make.
+        # Progress bars would show a call that the user did not make.
         for owner in (pipe, *iterate_blocks(pipe)):
             if hasattr(owner, "set_progress_bar_config"):
                 owner.set_progress_bar_config(disable=True)
@@ -142,7 +146,7 @@ class PipelineRecorder:
         return next(filter(None, frames), 1)
 
     def count_text_tokens(self, call: CallArguments) -> int:
-        """Count the text tokens of a call."""
+        """Return the most text tokens that a call may have."""
         tokens = call.get("max_sequence_length")
         own = self._parameters.get("max_sequence_length")
         if not tokens and own is not None:
@@ -194,7 +198,7 @@ class PipelineRecorder:
         forward = model.forward
         seen = dict[int, dict[str, Any]]()
 
-        # Blocks of a modular pipeline read the names of its parameters.
+        # Blocks of a modular pipeline read the names of a forward's parameters.
         @functools.wraps(forward)
         def forward_and_record(*args: Any, **kwargs: Any) -> Any:
             # The inputs of blocks belong to one call of the transformer.
@@ -217,21 +221,24 @@ class PipelineRecorder:
         override_attribute(stack, model, "forward", forward_and_record)
 
     def make_arguments(self, call: CallArguments, make_unknown: Callable[..., Tensor]) -> CallArguments:
-        """Make the arguments of a pipeline's call of two steps, with placeholders for the prompt.
+        """Make the arguments of a pipeline's call, with placeholders for the prompt.
+
+        It has two steps, as schedulers may refuse one.
 
         Args:
             call: others; the words of a prompt among them are not read.
-            make_unknown: makes a tensor of a shape, with numbers that decide nothing.
+            make_unknown: makes a tensor of a shape, with values that decide nothing.
         """
         arguments = {}
         for name, value in call.items():
             if name == "num_frames":
                 # Each class has its own name for the number of frames.
                 name = next((own for own in FRAME_COUNTS if own in self._parameters), name)
+            # The rows of embeddings say how many images there are.
             if name in self._parameters and value is not None and "prompt" not in name:
                 arguments[name] = value
         rule = self._guidance
-        # Embeddings of a negative prompt are guidance to a class that takes no empty one by itself.
+        # Some classes guide only where there is a negative prompt; without one they must get no embeddings of it.
         guides = rule is None or not rule.needs_negative_prompt or call.get("negative_prompt") is not None
         for name, shape in self._prompt.items():
             if shape is None:
@@ -239,7 +246,7 @@ class PipelineRecorder:
                 continue
             if shape in ("picture", "film") and name in arguments:
                 continue
-            # A model with a length of None takes none.
+            # A model whose config has None for a size takes no such argument.
             if isinstance(shape, list) and None in [self._sizes.get(str(size), size) for size in shape]:
                 continue
             names = [name]
@@ -248,7 +255,7 @@ class PipelineRecorder:
             for argument in names:
                 if argument in self._parameters:
                     arguments[argument] = self._make_prompt(shape, call, make_unknown, is_mask="mask" in name)
-        # A pipeline's default may be a text, which is refused in addition to embeddings.
+        # A class refuses a text beside embeddings, and its default may be a text.
         arguments |= {name: None for name in self._parameters if f"{name}_embeds" in arguments}
         return arguments | {"num_inference_steps": 2, "output_type": "latent"}
 

@@ -27,7 +27,7 @@ from ditile.plan.option_classes import (
 from ditile.runner.model_files import collect_component_files
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-# Frames a second. Below, a GIF has no number for how long a frame stays; above, a WebP has none.
+# Frames a second. A slower GIF or a faster WebP has no number for how long a frame stays.
 LEAST_FPS = 0.01
 MOST_FPS = 1000
 GIF_MOST_FPS = 100
@@ -41,7 +41,7 @@ Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if
 # The shell expands ~ only at the start of a word, and not in --model=~/x.
 ModelName = Annotated[str, AfterValidator(os.path.expanduser)]
 GUIDANCE = "how strongly the prompt guides; as the model has it by default"
-TRUE_CFG = "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev"
+TRUE_CFG = "the same by a second, negative branch, for models whose --guidance is embedded, such as FLUX.1-dev"
 
 
 @options()
@@ -117,7 +117,7 @@ class PlannedOptions:
     )
     profile: str | None = define_option(
         None,
-        "--plan auto or a bound: a machine that `ditile calibrate` measured; this one, as calibrated, by default",
+        "for --plan auto or a bound: a machine that `ditile calibrate` measured; by default this one, if calibrated",
         metavar="FILE",
         reads=True,
     )
@@ -154,7 +154,7 @@ class EngineOptions(DeviceOptions):
     )
     cuda_graphs: bool = define_option(
         False,
-        "record calls of the model as CUDA graphs, which start at once; no two cards have run it (docs/gpu.md)",
+        "record calls of the model as CUDA graphs, which start at once; not yet run on two GPUs (docs/gpu.md)",
         metavar="true|false",
         implied=True,
     )
@@ -168,7 +168,7 @@ class DecodeOptions(DeviceOptions, SourceOptions):
         "", "latents of ditile generate: --save-latents, or kept after a failed decode", positional=True, reads=True
     )
     out: str | None = define_option(None, "the file to write, as of ditile generate", metavar="FILE")
-    # Without it the latents name their model, so None is a value here alone.
+    # None only here: a file of latents names its model.
     model: ModelName | None = define_option(  # type: ignore[assignment]
         None, "the model whose VAE decodes, where it has moved; by default the latents' own", metavar="NAME", reads=True
     )
@@ -190,7 +190,7 @@ _NEEDS = {
     "last_image": ("image",),
     "controlnet": ("control_image", "mask"),
 }
-"""An option of a request -> without one of these it would have no effect."""
+"""An option of a request -> those of which it needs at least one, to have an effect."""
 
 
 @options()
@@ -246,7 +246,10 @@ class GenerateOptions(CallOptions):
         return drop_missing(values)
 
     def to_call_arguments(self) -> CallArguments:
-        """Return the values under the names that diffusers uses, without guidance, conditions and the rate."""
+        """Return the values under the names of diffusers, without guidance, conditions and the rate.
+
+        Classes have several names for the seconds of a sound, so it keeps its own.
+        """
         values = {
             "prompt": self.prompt,
             "num_inference_steps": self.steps,

@@ -1,5 +1,6 @@
-"""Facts of pipeline classes that are known before anything is loaded: what they make, and the names under which their
-calls take a video's length and rate.
+"""Facts of pipelines: what they make, and the names under which their calls take a video's length and rate.
+
+Most are known by the class, before anything is loaded.
 
 `convert_value_errors` turns a refusal of the pipeline's own code into an error of ditile.
 """
@@ -30,8 +31,8 @@ SOUND_LENGTHS = ("audio_end_in_s", "audio_duration", "audio_duration_s", "audio_
 """The names of the argument for the seconds of a sound."""
 _TEMPORAL_RATIOS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 _VAES_OF_TILES = frozenset({"AutoencoderKLAllegro"})
-"""VAEs that can decode only in tiles, and otherwise raise after the last step. They are not causal, and their pipelines
-cut off extra frames."""
+"""VAEs that can decode only in tiles, and otherwise raise after the last step. They take any number of frames: they are
+not causal, and their pipelines cut off what is too much."""
 
 
 def find_model_output(model: str, *, check_packages: bool = False) -> OutputKind:
@@ -103,6 +104,7 @@ def name_pipeline(pipeline: Any) -> str:
 
 def check_prompt_cleaner(pipeline: Any) -> None:
     """Raise `ModelError` if a class cleans prompts by ftfy, which is not installed. Its call would fail."""
+    # A module that asks `is_ftfy_available` can do without it.
     clean = getattr(sys.modules.get(getattr(pipeline, "__module__", "")), "basic_clean", None)
     names = getattr(getattr(clean, "__code__", None), "co_names", ())
     if pipeline is None or "ftfy" not in names or "is_ftfy_available" in names:
@@ -164,7 +166,7 @@ def check_frame_count(pipeline: str, frames: int, ratio: int, own: Any) -> None:
 
     Args:
         pipeline: the name of the class.
-        own: the default of the class, which is always allowed: some classes make windows of frames and cut them.
+        own: the default of the class, which is always allowed: some classes make more frames, and cut them off.
     """
     too_many = (frames - 1) % ratio
     if frames == own or too_many == 0:
@@ -189,7 +191,6 @@ def convert_value_errors(pipe: Any) -> Iterator[None]:
         own_modules: set[str] = set()
         for owner in (pipe, *iterate_blocks(pipe)):
             own_modules.update(cls.__module__ for cls in type(owner).__mro__)
-        # A ValueError of torch or of ditile is a bug, and keeps its traceback.
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if frame.f_globals.get("__name__") not in own_modules:
             raise

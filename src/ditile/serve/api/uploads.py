@@ -76,13 +76,14 @@ async def read_body(http: HttpRequest) -> Body:
 def parse_body(content: bytes, headers: Headers) -> Body:
     """Return the contents of a body. Errors are those of `read_body`."""
     media_type = read_media_type(headers)
+    is_multipart = media_type == MULTIPART
     # curl labels its data as a form by default, even if it is JSON.
-    is_json = media_type != URLENCODED or content.lstrip().startswith(b"{")
-    if is_json and media_type != MULTIPART:
+    is_form = media_type == URLENCODED and not content.lstrip().startswith(b"{")
+    if not is_multipart and not is_form:
         return take_images(parse_json_object(content))
     try:
         fields: Sequence[tuple[str, str | bytes]]
-        if is_json:
+        if is_multipart:
             fields = _parse_multipart(content, headers["content-type"])
         else:
             fields = parse_qsl(content.decode(), keep_blank_values=True, errors="strict", max_num_fields=MAX_FIELDS)
@@ -109,12 +110,12 @@ def parse_json_object(content: bytes) -> JsonObject:
     Raises:
         RequestError: if there is no object, or it has NaN or infinity, too many values, or too deeply nested lists.
     """
-    # Python's parser blocks all other threads. Each value but the first follows one of these characters.
+    # Python's parser blocks all other threads, so values are counted first: each follows one of these characters.
     num_values = sum(map(content.count, (b",", b":", b"[", b"{")))
     if num_values > MAX_VALUES:
         raise RequestError(f"the JSON has more than {MAX_VALUES} values; send fewer", code="bad_json")
     try:
-        # Python refuses to read many thousands of digits. Those are beyond every limit, of a float too.
+        # Python refuses to read thousands of digits. 400 of them are beyond every limit already.
         values = json.loads(
             content,
             parse_constant=_refuse_constant,
@@ -242,7 +243,7 @@ def decode_upload(content: bytes, param: Literal["image", "mask"], max_pixels: i
 
 
 def convert_png(png: bytes, output_format: str, compression: int) -> bytes:
-    """Convert a PNG of this server to another image format. It stays PNG if the format is one of videos."""
+    """Convert a PNG of this server to another image format. Other formats than JPEG and WebP leave it."""
     if output_format not in ("jpeg", "webp"):
         return png
     encoded = io.BytesIO()
