@@ -1,7 +1,7 @@
 """A client of `ditile serve --forward`: the transformer runs there, on many devices; the sampler stays here.
 
-It needs the standard library and torch. A message is 8 bytes of magic, the length of a header, the header as JSON, and
-the bytes of its tensors one after another. Nothing of a message is ever run as code.
+It needs the standard library and torch. A message is 8 bytes of magic, the lengths of its header and of its tensors,
+the header as JSON, and the bytes of the tensors one after another. Nothing of a message is ever run as code.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 
 PROTOCOL = 1
 MAGIC = b"DITILE01"
-# The magic, and the length of the header in little-endian order.
-PREFIX = struct.Struct("<8sI")
+# The magic, and the lengths of the header and of the tensors in little-endian order.
+PREFIX = struct.Struct("<8sIQ")
 MAX_HEADER_BYTES = 2**20
 MAX_TENSOR_BYTES = 2**32
 DTYPES = {
@@ -106,41 +106,26 @@ class ForwardClient:
             raise ForwardError(f"the server speaks protocol {answer.get('protocol')!r}, this client {PROTOCOL}")
         return answer
 
-    def forward(self, arguments: Mapping[str, Any]) -> Any:
+    def forward(self, arguments: Mapping[str, Any], loras: Mapping[str, float] | None = None) -> Any:
         """Return the prediction of the transformer.
 
         Args:
             arguments: keyword arguments of the forward of diffusers' class, as `hello` names it: tensors of any device,
                 numbers, strings, booleans, None, and lists and dicts of these.
+            loras: the strengths of LoRAs of the server's folder, by the names that `hello` lists.
 
         Returns:
             A tensor in the CPU's memory, or a list of tensors.
 
         Raises:
-            ForwardRefusedError: if the transformer does not take the arguments.
+            ForwardRefusedError: if the transformer does not take the arguments, or a LoRA is unknown or does not fit.
             ForwardLostError: if the server is lost.
         """
         tensors: list[torch.Tensor] = []
         encoded = {name: encode_value(value, tensors) for name, value in arguments.items()}
-        answer, received = self._exchange({"op": "forward", "arguments": encoded}, tensors)
-        return decode_value(answer.get("output"), received)
-
-    def set_loras(self, loras: Sequence[tuple[str, float]]) -> None:
-        """Use LoRAs of the server's folder from now on, and no others.
-
-        Args:
-            loras: (name, strength) of each, with names that `hello` lists.
-
-        Raises:
-            ForwardRefusedError: if a name is unknown or a LoRA does not fit.
-            ForwardLostError: if the server is lost.
-        """
-        entries = [{"name": name, "strength": strength} for name, strength in loras]
-        self._exchange({"op": "loras", "loras": entries}, [])
-
-    def start(self) -> None:
-        """Say that a new sampling run begins. Raises `ForwardError` as `hello` does."""
-        self._exchange({"op": "start"}, [])
+        request = {"op": "forward", "arguments": encoded, "loras": dict(loras or {})}
+        answer, received = self._exchange(request, tensors)
+        return received if answer.get("is_list") else received[0]
 
     def close(self) -> None:
         """Close the connection; `connect` opens a new one."""
@@ -234,24 +219,6 @@ def encode_value(value: Any, tensors: list[torch.Tensor]) -> Any:
     raise ForwardError(f"an argument of type {type(value).__name__} cannot be sent; give tensors, numbers or strings")
 
 
-def decode_value(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the value that JSON of a message stands for.
-
-    Raises:
-        ForwardError: if the JSON has another form.
-    """
-    if isinstance(value, list):
-        return [decode_value(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if set(value) == {"dict"} and isinstance(value["dict"], dict):
-        return {key: decode_value(item, tensors) for key, item in value["dict"].items()}
-    index = value.get("tensor")
-    if set(value) != {"tensor"} or not isinstance(index, int) or not 0 <= index < len(tensors):
-        raise ForwardError("the server's answer has a value of an unknown form")
-    return tensors[index]
-
-
 def encode_message(header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
     """Return the first bytes of a message, and its tensors as they are sent.
 
@@ -271,7 +238,8 @@ def encode_message(header: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -
         raise ForwardError("an argument is a NaN or infinite number, which cannot be sent; give a tensor") from None
     if len(text) > MAX_HEADER_BYTES:
         raise ForwardError(f"the arguments need a header of {len(text)} bytes, more than {MAX_HEADER_BYTES}")
-    return PREFIX.pack(MAGIC, len(text)) + text, contents
+    num_bytes = sum(content.numel() * content.element_size() for content in contents)
+    return PREFIX.pack(MAGIC, len(text), num_bytes) + text, contents
 
 
 def receive_message(connection: socket.socket) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -280,7 +248,7 @@ def receive_message(connection: socket.socket) -> tuple[dict[str, Any], list[tor
     Raises:
         ForwardLostError: if the connection ends, or carries something else.
     """
-    magic, length = PREFIX.unpack(_receive_bytes(connection, PREFIX.size))
+    magic, length, num_bytes = PREFIX.unpack(_receive_bytes(connection, PREFIX.size))
     if magic != MAGIC or length > MAX_HEADER_BYTES:
         raise ForwardLostError("the answer is none of ditile serve --forward; is there another server?")
     try:
@@ -294,9 +262,8 @@ def receive_message(connection: socket.socket) -> tuple[dict[str, Any], list[tor
         ) from None
     if any(size < 0 for _, shape in shapes for size in shape):
         raise ForwardLostError("the answer has a tensor of negative size")
-    num_bytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes)
-    if num_bytes > MAX_TENSOR_BYTES:
-        raise ForwardLostError(f"the answer has {num_bytes} bytes of tensors, more than {MAX_TENSOR_BYTES}")
+    if num_bytes > MAX_TENSOR_BYTES or num_bytes != sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes):
+        raise ForwardLostError(f"the answer has {num_bytes} bytes of tensors, which are not those of its header")
     tensors = []
     for dtype, shape in shapes:
         tensor = torch.empty(shape, dtype=dtype)

@@ -60,10 +60,9 @@ class RemoteTransformer(torch.nn.Module):
         self._connect = connect
         self._check = check
         self._connection: ForwardClient | None = None
-        self._loras: list[tuple[str, float]] | None = None
 
     def begin_run(self) -> None:
-        """Connect anew before the next step: another program may have used the worker since, with other LoRAs."""
+        """Connect anew before the next step: the worker may have been started again since, with another model."""
         self._close_connection()
 
     def forward(self, x: Any, timestep: Any, context: Any = None, transformer_options: Any = None, **extra: Any) -> Any:
@@ -81,20 +80,17 @@ class RemoteTransformer(torch.nn.Module):
         present = {name: value for name, value in extra.items() if value is not None}
         call = Call(x, timestep, context, present, self.config)
         arguments = self.family.encode(call)
-        output = self._run_interruptibly(lambda: self._send(arguments, list(options.get(LORAS, ()))))
+        output = self._run_interruptibly(lambda: self._send(arguments, dict(options.get(LORAS, ()))))
         prediction = self.family.decode(output, call)
         if isinstance(prediction, list):
             return [part.to(device=whole.device, dtype=whole.dtype) for part, whole in zip(prediction, x, strict=True)]
         return prediction.to(device=x.device, dtype=x.dtype)
 
-    def _send(self, arguments: Mapping[str, Any], loras: list[tuple[str, float]]) -> Any:
+    def _send(self, arguments: Mapping[str, Any], loras: Mapping[str, float]) -> Any:
         """Return the worker's prediction with these LoRAs."""
         if self._connection is None:
             self._connection = self._open_connection()
-        if loras != self._loras:
-            self._connection.set_loras(loras)
-            self._loras = loras
-        return self._connection.forward(arguments)
+        return self._connection.forward(arguments, loras)
 
     def _open_connection(self) -> ForwardClient:
         """Return a connection of a new run.
@@ -108,7 +104,6 @@ class RemoteTransformer(torch.nn.Module):
             description = connection.hello()
             if any(description[name] != self.description[name] for name in ("model", "config", "dtype")):
                 raise ForwardError(f"the worker has another model now, {description['model']}; load it again")
-            connection.start()
         except BaseException:
             connection.close()
             raise
@@ -118,7 +113,6 @@ class RemoteTransformer(torch.nn.Module):
         if self._connection is not None:
             self._connection.close()
         self._connection = None
-        self._loras = None
 
     def _run_interruptibly(self, work: Callable[[], Any]) -> Any:
         """Return what the work returns, in a thread of its own while this one looks for Cancel."""

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -102,7 +101,7 @@ class Worker:
         return self._guard.poll() is None
 
     def wait_until_ready(self, check: Callable[[], None]) -> None:
-        """Wait until it listens.
+        """Wait until it is ready.
 
         Args:
             check: raises if the user has pressed Cancel.
@@ -110,12 +109,9 @@ class Worker:
         Raises:
             WorkerError: if it ends instead.
         """
-        path = self.address.removeprefix("unix:")
-        while True:
+        # Connections wait until its ranks are ready, when it says where it listens.
+        while f" on {self.address}\n" not in self._log.read_text("utf-8", "replace"):
             check()
-            with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-                probe.connect(path)
-                return
             if not self.is_running():
                 raise WorkerError(f"ditile did not start: {self.find_error()}")
             time.sleep(CHECK_SECONDS)

@@ -27,7 +27,7 @@ MOST_NODES = {
     "cache": 40_950,
     "runner": 72_500,
     "planner": 46_100,
-    "serve": 42_900,
+    "serve": 40_750,
     "cli": 16_300,
     "": 400,
     "lab": 75_650,

@@ -44,20 +44,14 @@ class LocalConnection:
     def close(self) -> None:
         self.log.append("close")
 
-    def start(self) -> None:
-        self.log.append("start")
-
     def hello(self) -> dict[str, Any]:
         config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
         name = type(self.transformer).__name__
         return {"model": name, "config": config, "dtype": "float32", "plan": "", "ranks": 1, "loras": ["fox", "owl"]}
 
-    def forward(self, arguments: Mapping[str, Any]) -> Any:
-        self.log.append("forward")
+    def forward(self, arguments: Mapping[str, Any], loras: Any) -> Any:
+        self.log.append(dict(loras))
         return call_transformer(self.transformer, arguments)
-
-    def set_loras(self, loras: Any) -> None:
-        self.log.append(list(loras))
 
 
 @pytest.fixture
@@ -133,7 +127,7 @@ def test_an_adapter_answers_as_comfyuis_own_model(name: str) -> None:
 
 
 def test_a_connection_is_of_one_run_and_its_loras(model_module: Any) -> None:
-    """Other LoRAs are set before the step that has them, and a run begins anew; wrappers go round the call."""
+    """Each step has its LoRAs, and a run begins anew; wrappers go round the call."""
     connection = LocalConnection(build_transformer(FLUX))
     remote = model_module.RemoteTransformer(lambda: connection, connection.hello(), lambda: None)
     x, timestep, text = make_call(FLUX)
@@ -152,8 +146,7 @@ def test_a_connection_is_of_one_run_and_its_loras(model_module: Any) -> None:
     remote.begin_run()
     doubled = call(wrappers=[lambda inner, *args, **more: 2 * inner(*args, **more)])
     assert torch.equal(doubled, 2 * expected)
-    steps = ["connect", "start", [], "forward", [("fox", 0.5)], "forward", "forward"]
-    assert connection.log == [*steps, "close", "connect", "start", [], "forward"]
+    assert connection.log == ["connect", {}, {"fox": 0.5}, {"fox": 0.5}, "close", "connect", {}]
 
 
 def test_a_model_refuses_what_would_have_no_effect(model_module: Any) -> None:
@@ -190,7 +183,7 @@ def test_a_model_refuses_what_would_have_no_effect(model_module: Any) -> None:
         with pytest.raises(FAMILIES.FamilyError, match=message) as caught:
             act()
         assert "\n" not in str(caught.value)
-    assert "forward" not in connection.log
+    assert connection.log == []
     assert patcher.clone().add_patches({}, 0.0) == []
     patcher.add_object_patch("model_sampling", "shift 3")
 
@@ -202,7 +195,7 @@ def test_another_model_on_the_worker_ends_the_run(model_module: Any) -> None:
     x, timestep, text = make_call(FLUX)
     with pytest.raises(CLIENT.ForwardError, match="has another model now"):
         remote(x, timestep, context=text, **FLUX.extra)
-    assert "forward" not in second.log
+    assert second.log == ["connect", "close"]
 
 
 def test_cancel_leaves_a_step_in_progress(model_module: Any, tmp_path: Path) -> None:
@@ -216,11 +209,10 @@ def test_cancel_leaves_a_step_in_progress(model_module: Any, tmp_path: Path) -> 
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                answers: list[dict[str, Any]] = [description | {"protocol": CLIENT.PROTOCOL}, {}, {}]
-                for answer in answers:
-                    CLIENT.receive_message(connection)
-                    prefix, _ = CLIENT.encode_message(answer | {"ok": True}, [])
-                    connection.sendall(prefix)
+                CLIENT.receive_message(connection)
+                answer = description | {"ok": True, "protocol": CLIENT.PROTOCOL}
+                prefix, _ = CLIENT.encode_message(answer, [])
+                connection.sendall(prefix)
                 CLIENT.receive_message(connection)
                 is_called.set()
                 if connection.recv(1) == b"":

@@ -81,20 +81,15 @@ class LocalConnection:
     def close(self) -> None:
         pass
 
-    def start(self) -> None:
-        pass
-
     def hello(self) -> dict[str, Any]:
         config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
         name = type(self.transformer).__name__
         return {"model": name, "config": config, "dtype": "float32", "plan": "", "ranks": 1, "loras": ["fox", "owl"]}
 
-    def forward(self, arguments: Mapping[str, Any]) -> Any:
+    def forward(self, arguments: Mapping[str, Any], loras: Mapping[str, float]) -> Any:
         self.calls.append(arguments)
+        self.loras = list(loras.items())
         return call_transformer(self.transformer, arguments)
-
-    def set_loras(self, loras: Any) -> None:
-        self.loras = list(loras)
 
 
 def build_own_model(comfy: SimpleNamespace, pair: Pair, transformer: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -60,7 +61,7 @@ class Served(NamedTuple):
 def serve(address: str, model: str, plan: str = "", key: str | None = None, **values: Any) -> Iterator[Served]:
     """A server in a thread, with ranks of its own."""
     given = Plan.parse(plan) if plan else Plan()
-    options = ServeOptions(model=model, threads=1, **values)
+    options = ServeOptions(model=model, threads=1, forward=address, **values)
     keys = [("one", key.encode())] if key else []
     ends: list[BaseException] = []
     with listen_on_address(address, keys) as (listener, place):
@@ -76,24 +77,11 @@ def serve(address: str, model: str, plan: str = "", key: str | None = None, **va
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            wait_until_ready(place, thread)
             yield Served(place, server, ends)
         finally:
-            server.end()
-            server.end()
+            server._failure = StoppedError("the test ends")
             thread.join(SECONDS)
             assert not thread.is_alive()
-
-
-def wait_until_ready(address: str, thread: threading.Thread) -> None:
-    """Return when the server takes connections."""
-    deadline = time.monotonic() + SECONDS
-    while True:
-        with contextlib.suppress(ForwardLostError), ForwardClient(address):
-            return
-        assert thread.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def load_plain(model: str) -> Any:
@@ -159,10 +147,9 @@ def test_answers_are_those_of_the_plain_transformer(tmp_path: Path, model: str, 
             with torch.no_grad():
                 expected = plain(**call, return_dict=False)[0]
             assert measure(client.forward(call), expected) < TOLERANCE, (rows, seed, text)
-            client.start()
 
 
-def test_loras_belong_to_a_connection(tmp_path: Path) -> None:
+def test_loras_belong_to_a_call(tmp_path: Path) -> None:
     """Two clients that take turns each get their own LoRAs, at their strength."""
     plain = load_plain("shapes-flux")
     torch.manual_seed(3)
@@ -175,15 +162,15 @@ def test_loras_belong_to_a_connection(tmp_path: Path) -> None:
             hello = first.hello()
             assert hello["loras"] == ["one"]
             call = make_call(hello["config"])
-            first.set_loras([("one", 0.5)])
-            got = [first.forward(call), second.forward(call), first.forward(call)]
+            loras: dict[str, Any] = {"one": 0.5}
+            got = [first.forward(call, loras), second.forward(call), first.forward(call, loras)]
             with pytest.raises(ForwardRefusedError, match="lora='two' is unknown"):
-                first.set_loras([("two", 1.0)])
-            with pytest.raises(ForwardRefusedError, match="strength='x' of one is not a number"):
-                first._exchange({"op": "loras", "loras": [{"name": "one", "strength": "x"}]}, [])
-            with pytest.raises(ForwardRefusedError, match="is not an object with a name"):
-                first._exchange({"op": "loras", "loras": ["one"]}, [])
-            got.append(first.forward(call))
+                first.forward(call, {"two": 1.0})
+            with pytest.raises(ForwardRefusedError, match="loras.one='x': Input should be a valid number"):
+                first.forward(call, {"one": "x"})  # type: ignore[dict-item]
+            with pytest.raises(ForwardRefusedError, match="loras=.*: Input should be"):
+                first._exchange({"op": "forward", "loras": ["one"]}, [])
+            got.append(first.forward(call, loras))
     with torch.no_grad():
         plain.set_adapters(["default"], [0.5])
         with_lora = plain(**call, return_dict=False)[0]
@@ -194,9 +181,9 @@ def test_loras_belong_to_a_connection(tmp_path: Path) -> None:
         assert measure(answer, expected) < TOLERANCE
 
 
-def pack(header: Any, length: int | None = None, magic: bytes = b"DITILE01") -> bytes:
+def pack(header: Any, length: int | None = None, magic: bytes = b"DITILE01", num_bytes: int = 0) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<8sI", magic, len(text) if length is None else length) + text
+    return struct.pack("<8sIQ", magic, len(text) if length is None else length, num_bytes) + text
 
 
 FLOAT = {"dtype": "float32", "shape": [4]}
@@ -204,16 +191,20 @@ FLOAT = {"dtype": "float32", "shape": [4]}
 BAD_MESSAGES = [
     ("wrong magic", pack({"op": "hello"}, magic=b"GET / HT"), "begins with b'GET / HT'", False),
     ("a long header", pack(b"{}", length=2**21), "longer than 1048576", False),
-    ("no JSON", pack(b"{]"), "is not JSON", False),
-    ("a list", pack([1]), "is not a JSON object", False),
-    ("nested", pack(b"[" * 100_000), "is not JSON", False),
-    ("an unknown type", pack({"tensors": [{"dtype": "object", "shape": [1]}]}), "is no tensor", False),
-    ("a negative size", pack({"tensors": [{"dtype": "uint8", "shape": [-1]}]}), "is no tensor", False),
-    ("too many bytes", pack({"tensors": [{"dtype": "uint8", "shape": [2**35, 2**35]}]}), "bytes are more than", False),
-    ("bytes said and not sent", pack({"op": "forward", "tensors": [FLOAT]}) + bytes(7), "in the middle", False),
-    ("an unknown op", pack({"op": "exec"}), "op='exec' is not known", True),
-    ("another protocol", pack({"op": "hello", "protocol": 2}), "protocol=2 is not known", True),
-    ("no arguments", pack({"op": "forward", "arguments": 3}), "arguments=3 is not an object", True),
+    ("too many bytes", pack({}, num_bytes=2**63), "bytes are more than", False),
+    ("bytes said and not sent", pack({"op": "forward", "tensors": [FLOAT]}, num_bytes=16) + bytes(7), "in the", False),
+    ("no JSON", pack(b"{]"), "Invalid JSON", True),
+    ("a list", pack([1]), "should be an object", True),
+    ("nested", pack(b"[" * 100_000), "recursion limit", True),
+    ("nested arguments", pack(b'{"op": "forward", "arguments": {"x": ' + b"[" * 10_000), "recursion limit", True),
+    ("an unknown type", pack({"op": "forward", "tensors": [FLOAT | {"dtype": "object"}]}), "tensors.0.dtype=", True),
+    ("a negative size", pack({"op": "forward", "tensors": [FLOAT | {"shape": [-1]}]}), "tensors.0.shape.0=-1", True),
+    ("more bytes than tensors", pack({"op": "forward"}, num_bytes=5) + bytes(5), "to sum exactly to 5", True),
+    ("more tensors than bytes", pack({"op": "forward", "tensors": [FLOAT]}), "to sum exactly to 0", True),
+    ("no such op", pack({"op": "exec"}), "op='exec': Input should be 'hello' or 'forward'", True),
+    ("an unknown field", pack({"op": "forward", "lora": {}}), "lora={}: Extra inputs", True),
+    ("another protocol", pack({"op": "hello", "protocol": 2}), "protocol=2: Input should be 1", True),
+    ("no arguments", pack({"op": "forward", "arguments": 3}), "arguments=3: Input should be", True),
     ("no such tensor", pack({"op": "forward", "arguments": {"x": {"tensor": 0}}}), "is neither", True),
     ("no form", pack({"op": "forward", "arguments": {"x": {"pickle": "gASV"}}}), "is neither", True),
     ("another family", pack({"op": "forward", "arguments": {"cap_feats": 1}}), "unexpected keyword|missing", True),
@@ -229,12 +220,12 @@ def exchange(address: str, content: bytes) -> tuple[str, bool]:
         if content.endswith(bytes(7)):
             connection.shutdown(socket.SHUT_WR)
         file = connection.makefile("rb")
-        _, length = struct.unpack("<8sI", file.read(12))
+        _, length, _ = struct.unpack("<8sIQ", file.read(20))
         error = json.loads(file.read(length))["error"]
         goes_on = False
         with contextlib.suppress(OSError):
             connection.sendall(pack({"op": "hello", "protocol": 1}))
-            goes_on = len(file.read(12)) == 12
+            goes_on = len(file.read(20)) == 20
         return error, goes_on
 
 
@@ -293,10 +284,11 @@ def test_a_port_asks_for_a_key(tmp_path: Path) -> None:
         ("192.168.1.2:8000", "is not on this machine"),
         ("localhost:x", "is not on this machine"),
         ("127.0.0.1:0", "is reached by all users of this machine"),
-        ("unix:relative.sock", "has no absolute path"),
+        ("127.0.0.1:99999", "is reached by all users of this machine"),
         ("unix:/nowhere/a.sock", "cannot listen there"),
+        ("unix:{own}/" + "a" * 200, "cannot listen there"),
         ("unix:{open}/a.sock", "others can write to"),
-        ("unix:{own}/file", "is not a socket"),
+        ("unix:{own}/file", "cannot listen there .*in use"),
     ],
 )
 def test_addresses_that_others_reach_are_refused(tmp_path: Path, address: str, message: str) -> None:
@@ -313,7 +305,7 @@ def test_a_dead_socket_is_replaced_and_a_living_one_is_not(tmp_path: Path) -> No
     address = f"unix:{tmp_path}/a.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(f"{tmp_path}/a.sock")
-    refuses = pytest.raises(ModelError, match="another server has it")
+    refuses = pytest.raises(ModelError, match="cannot listen there .*in use")
     with listen_on_address(address, []), refuses, listen_on_address(address, []):
         pass
     assert not (tmp_path / "a.sock").exists()
@@ -362,12 +354,30 @@ def test_a_rank_that_is_killed_ends_the_server(tmp_path: Path) -> None:
             process.kill()
 
 
-def test_a_signal_ends_the_server(tmp_path: Path) -> None:
-    with serve(f"unix:{tmp_path}/a.sock", "shapes-flux") as served, ForwardClient(served.address) as client:
-        client.hello()
-        served.server.end()
-        with pytest.raises(ForwardLostError):
-            for _ in range(100):
-                client.start()
-                time.sleep(0.1)
-    assert [type(error) for error in served.ends] == [StoppedError]
+def test_weights_of_a_file_are_served_until_a_signal(tmp_path: Path) -> None:
+    """A file that is not the model's own gives its own answers; SIGTERM ends the server with exit code 0."""
+    torch.manual_seed(5)
+    plain = FluxTransformer2DModel.from_config(load_plain("shapes-flux").config).eval()
+    save_file(plain.state_dict(), tmp_path / "other.safetensors")
+    address = f"unix:{tmp_path}/a.sock"
+    words = ["serve", "--forward", address, "--model", "shapes-flux", "--threads", "1", "--tensor", "2"]
+    words += ["--component", f"transformer={tmp_path}/other.safetensors"]
+    with subprocess.Popen([sys.executable, "-m", "ditile", *words], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            lines = list(itertools.takewhile(lambda line: f"on {address}" not in line, process.stderr))
+            assert lines == ["ditile: shapes-flux: the ranks load its transformer ..\n"]
+            with ForwardClient(address, timeout=SECONDS) as client:
+                call = make_call(client.hello()["config"])
+                with torch.no_grad():
+                    expected = plain(**call, return_dict=False)[0]
+                assert measure(client.forward(call), expected) < TOLERANCE
+                process.send_signal(signal.SIGTERM)
+                with pytest.raises(ForwardLostError):
+                    for _ in range(100):
+                        client.hello()
+                        time.sleep(0.1)
+            assert process.wait(SECONDS) == 0
+            assert not (tmp_path / "a.sock").exists()
+        finally:
+            process.kill()

@@ -111,6 +111,10 @@ class SocketLink:
             files[name] = self._connection.recv_bytes()
         return header["message"], files
 
+    def fileno(self) -> int:
+        """Return the descriptor, to wait for a message of several links."""
+        return self._connection.fileno()
+
     def close_connection(self) -> None:
         """Close this end."""
         self._connection.close()

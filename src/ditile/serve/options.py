@@ -34,9 +34,8 @@ class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
     """The options of a server: model, clients and limits."""
 
     forward: str | None = define_option(
-        None, "serve calls of the transformer alone, as ComfyUI's nodes make them, on unix:/path or 127.0.0.1:PORT; "
-        "without one on a socket among this user's data",
-        metavar="ADDRESS", implied="unix",
+        None, "serve calls of the transformer alone, as ComfyUI's nodes make them, on unix:/path or 127.0.0.1:PORT",
+        metavar="ADDRESS",
     )  # fmt: skip
     forward_component: str = define_option(
         "transformer", "with --forward: the transformer of a pipeline with two, such as transformer_2", metavar="NAME"
@@ -134,19 +133,6 @@ class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
     def max_upload_pixels(self) -> int:
         """Return the largest number of pixels that an uploaded image may have."""
         return self.max_pixels or MAX_UPLOAD_PIXELS
-
-    def find_forward_address(self) -> str:
-        """Return the address of a forward server."""
-        if self.forward == "unix":
-            name = re.sub(r"[^\w.-]|_", "-", Path(self.model).name)
-            return f"unix:{env.find_data_folder()}/forward/{name}-{self.forward_component}.sock"
-        return str(self.forward)
-
-    def list_http_names(self) -> list[str]:
-        """Return the options that only a server of whole images has."""
-        own = [name for name in ServeOptions.__annotations__ if not name.startswith("forward")]
-        shared = ("api_key", "lora_dir", "max_loras", "max_queue", "timeout", "drain")
-        return [name for name in own if name not in shared] + ["text_after"]
 
     def list_origins(self) -> list[str]:
         """Return the origins whose pages may call the server."""

@@ -333,58 +333,73 @@ class LocalReplica(Replica):
 
     def _run_ranks(self, leaves: threading.Event) -> DitileError | None:
         try:
-            pairs = [socket.socketpair() for _ in range(self._setup.plan.world)]
-        except OSError as error:
-            # The system has too many open files.
-            return describe_failed_start(error)
-        links = [SocketLink(ours.detach()) for ours, _ in pairs]
-        reader = threading.Thread(target=self._receive_messages, args=(links[0],), daemon=True)
-        try:
-            self._links = links
-            self._post(self._note_start)
-            reader.start()
-            launch(
-                run_worker,
-                self._setup.plan.world,
-                (self._setup,),
-                threads=self._setup.options.threads,
-                stall_timeout=self._setup.options.stall_timeout,
-                limits=LaunchLimits(stopped=STOPPED_SECONDS),
-                links=[theirs.fileno() for _, theirs in pairs],
-                check=self._raise_if_killed,
-                local_ranks=self._setup.local_ranks,
-            )
+            launch_linked_ranks(self._setup, self._receive_messages, self._raise_if_killed)
         except DitileError as error:
             return error
         except (OSError, RuntimeError) as error:
-            # The disk is full, or there are too many processes or threads for the moment.
+            # The disk is full, or there are too many open files, processes or threads for the moment.
             return describe_failed_start(error)
-        finally:
-            # The reader ends only when every process has closed the other end of its link.
-            for _, theirs in pairs:
-                theirs.close()
-            if reader.ident is not None:
-                reader.join()
-            for link in links:
-                link.close_connection()
         return StateError("the ranks have left")
 
-    def _receive_messages(self, link: SocketLink) -> None:
+    def _receive_messages(self, links: Sequence[SocketLink]) -> None:
+        self._links = links
+        self._post(self._note_start)
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._take_message(*link.receive_message())
+                self._take_message(*links[0].receive_message())
+
+
+def launch_linked_ranks(
+    setup: WorkerSetup, receive: Callable[[Sequence[SocketLink]], None], check: Callable[[], None]
+) -> None:
+    """Run ranks that have a link to this process, until they end.
+
+    Args:
+        receive: called in a thread with the links, until they end.
+        check: as for `launch`.
+
+    Raises:
+        DitileError: as `launch` does.
+        OSError, RuntimeError: if the system has not enough files, processes or threads.
+    """
+    pairs = [socket.socketpair() for _ in range(setup.plan.world)]
+    links = [SocketLink(ours.detach()) for ours, _ in pairs]
+    reader = threading.Thread(target=receive, args=(links,), daemon=True)
+    try:
+        reader.start()
+        launch(
+            run_worker,
+            setup.plan.world,
+            (setup,),
+            threads=setup.options.threads,
+            stall_timeout=setup.options.stall_timeout,
+            limits=LaunchLimits(stopped=STOPPED_SECONDS),
+            links=[theirs.fileno() for _, theirs in pairs],
+            check=check,
+            local_ranks=setup.local_ranks,
+        )
+    finally:
+        # The reader ends only when every process has closed the other end of its link.
+        for _, theirs in pairs:
+            theirs.close()
+        if reader.ident is not None:
+            reader.join()
+        for link in links:
+            link.close_connection()
 
 
 def run_worker(setup: WorkerSetup) -> None:
-    """Generate the server's batches on this rank, until the server dismisses the rank or has gone."""
-    # This imports torch, which the server never does.
+    """Serve the server's requests on this rank, until the server dismisses the rank or has gone."""
+    # These import torch, which the server never does.
+    from ditile.serve.forward.ranks import ForwardRank
     from ditile.serve.worker import RankWorker
 
+    rank_class = RankWorker if setup.options.forward is None else ForwardRank
     fd = env.read_link_fd()
     assert fd is not None, "a rank of the server has a link to it"
     # The standard output belongs to the server.
     with contextlib.redirect_stdout(sys.stderr):
-        RankWorker(setup, SocketLink(fd)).serve_batches()
+        rank_class(setup, SocketLink(fd)).serve()
 
 
 def name_cause(error: DitileError) -> str:

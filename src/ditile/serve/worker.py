@@ -14,7 +14,7 @@ import logging
 import queue
 import re
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ from ditile.runner.runner import Runner
 from ditile.runner.sounds import Sound
 from ditile.serve.cache_switch import CacheSwitch
 from ditile.serve.jobs import POSTER, SPRITESHEET, Files, JobResult, Request, shorten_line
-from ditile.serve.link import Batch, BatchJob, MessageLink, WorkerSetup
+from ditile.serve.link import Batch, BatchJob, Message, MessageLink, WorkerSetup
 from ditile.serve.options import FOR_SECOND
 from ditile.serve.previews import CallPreviews, PreviewDecoder
 
@@ -88,60 +88,38 @@ class RankWorker:
         # The class of the loaded pipeline. Requests with conditions switch to other classes of its family.
         self._class = find_call_owner(self._pipe)
         self._config = dict(getattr(self._pipe, "config", {}))
-        permanent: dict[str, float] = {}
-        if not setup.cache.fuse_lora:
-            permanent = setup.cache.lora_scales
-        self._loras = LoraCache(self._runner, options.lora_dir, options.max_loras, permanent)
+        self._loras = LoraCache(self._runner, setup)
         self._facts = collect_facts(self._pipe, options.model, setup.plan)
         self._facts = replace(self._facts, components=describe_weight_files(options.components))
         config = getattr(getattr(self._pipe, "vae", None), "config", {})
         channels = config.get("z_dim", config.get("latent_channels"))
         self._decoder = PreviewDecoder(channels)
         self._is_first = self._runner.mesh.rank == 0
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._inbox = Inbox(link, reports=self._is_first, stop=self._stop_batch)
         self._running_id: str | None = None
 
-    def serve_batches(self) -> None:
+    def serve(self) -> None:
         """Generate batches until the server dismisses this rank.
 
         Raises:
             StateError: if the ranks cannot go on, because messages of a call are still in flight.
         """
-        # A message to stop must arrive while this thread generates.
-        threading.Thread(target=self._receive_messages, daemon=True).start()
+        self._inbox.start()
         self._warm_up()
         if self._is_first:
             self._link.send_message({"kind": "ready", "facts": self._facts.to_json()})
-        while True:
-            try:
-                batch = self._batches.get(timeout=IDLE_SECONDS)
-            except queue.Empty:
-                # An idle rank does not hang. Only rank 0 reports, since signs of the others would hide its own hang.
-                if self._is_first:
-                    env.report_progress()
-                continue
-            if batch is None:
-                return
+        while (message := self._inbox.wait()) is not None:
+            batch = Batch.from_message(*message)
             self._running_id = batch.id
             with contextlib.suppress(StoppedError):
                 self._generate_batch(batch.jobs)
             self._answer("ended")
             self._running_id = None
 
-    def _receive_messages(self) -> None:
-        with contextlib.ExitStack() as stack:
-            # Whatever ends this thread, the rank leaves, since it would receive no more messages.
-            stack.callback(self._batches.put, None)
-            stack.enter_context(contextlib.suppress(EOFError, OSError))
-            while True:
-                message, files = self._link.receive_message()
-                if "generate" in message:
-                    self._batches.put(Batch.from_message(message, files))
-                elif "stop" not in message:
-                    return
-                # The server repeats this until the batch has ended, because its call may not have begun yet.
-                elif message["stop"] == self._running_id:
-                    self._runner.stop()
+    def _stop_batch(self, batch_id: str) -> None:
+        # The server repeats this until the batch has ended, because its call may not have begun yet.
+        if batch_id == self._running_id:
+            self._runner.stop()
 
     def _generate_batch(self, jobs: Sequence[BatchJob]) -> None:
         """Generate the jobs of a batch. Raises `StoppedError` if it was stopped."""
@@ -363,21 +341,65 @@ class RankWorker:
             self._link.send_message({"kind": kind, "batch_id": self._running_id, **values}, files)
 
 
+class Inbox:
+    """The server's messages to a rank, which a thread receives while the rank computes.
+
+    Args:
+        reports: whether a rank that waits reports that it does not hang. Only rank 0 does, since signs of the others
+            would hide its own hang.
+        stop: called in the thread with the batch that the server stops.
+    """
+
+    def __init__(self, link: MessageLink, *, reports: bool, stop: Callable[[str], None] | None = None) -> None:
+        self._link = link
+        self._reports = reports
+        self._stop = stop
+        self._messages: queue.SimpleQueue[tuple[Message, Files] | None] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Start the thread."""
+        threading.Thread(target=self._receive_messages, daemon=True).start()
+
+    def wait(self) -> tuple[Message, Files] | None:
+        """Wait for the next message, and return it with its files; None if the server dismisses the rank or has
+        gone."""
+        while True:
+            try:
+                return self._messages.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                if self._reports:
+                    env.report_progress()
+
+    def _receive_messages(self) -> None:
+        with contextlib.ExitStack() as stack:
+            # Whatever ends this thread, the rank leaves, since it would receive no more messages.
+            stack.callback(self._messages.put, None)
+            stack.enter_context(contextlib.suppress(EOFError, OSError))
+            while True:
+                message, files = self._link.receive_message()
+                if "leave" in message:
+                    return
+                if "stop" in message:
+                    assert self._stop is not None
+                    self._stop(message["stop"])
+                else:
+                    self._messages.put((message, files))
+
+
 class LoraCache:
     """The LoRAs of requests; some stay loaded.
 
     Args:
         runner: its pipeline gets the LoRAs.
-        folder: the folder of the files; None without.
-        max_loras: the number of LoRAs that stay loaded.
-        permanent: adapters that are used in every call -> their scales.
+        setup: has their folder, and the LoRAs of every call.
     """
 
-    def __init__(self, runner: Runner, folder: str | None, max_loras: int, permanent: Mapping[str, float]) -> None:
+    def __init__(self, runner: Runner, setup: WorkerSetup) -> None:
         self._runner = runner
-        self._folder = folder
-        self._max_loras = max_loras
-        self._permanent = permanent
+        self._folder = setup.options.lora_dir
+        self._max_loras = setup.options.max_loras
+        # Those that are fused are weights.
+        self._permanent = {} if setup.cache.fuse_lora else setup.cache.lora_scales
         # Names of those that are loaded, the most recently used last.
         self._loaded: list[str] = []
 

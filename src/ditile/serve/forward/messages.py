@@ -1,44 +1,31 @@
 """The messages of `ditile serve --forward`: JSON and the bytes of tensors. Nothing here imports torch.
 
-A message is 8 bytes of magic, the length of its header in four bytes (little-endian), the header in UTF-8 JSON, and the
-bytes of its tensors one after another, in the order of the header's `tensors`. Nothing is pickled.
+A message is 8 bytes of magic, the length of its header in four bytes and that of its tensors in eight (little-endian),
+the header in UTF-8 JSON, and the bytes of the tensors one after another. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import socket
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from ditile.plan.errors import quote_value
 from ditile.plan.option_classes import JsonObject
 
-PROTOCOL = 1
+PROTOCOL: Final = 1
 MAGIC = b"DITILE01"
-PREFIX = struct.Struct("<8sI")
+PREFIX = struct.Struct("<8sIQ")
 MAX_HEADER_BYTES = 2**20
-# Bytes of a number of each type.
-DTYPE_BYTES = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "int64": 8,
-    "int32": 4,
-    "bool": 1,
-    "uint8": 1,
-    "float8_e4m3fn": 1,
-}
 # The file of a message to or from a rank that has the bytes of all tensors.
 CONTENT = "content"
-MAX_TENSORS = 4096
 # A message that began goes on within this time.
 SILENT_SECONDS = 30.0
-MAX_DIMS = 16
-MAX_DEPTH = 32
+# Within these limits a product of them is exact and quickly computed.
+Shape = Annotated[list[Annotated[int, Field(ge=0, lt=2**40)]], Field(max_length=16)]
 
 
 class MessageError(Exception):
@@ -46,21 +33,50 @@ class MessageError(Exception):
 
 
 class StreamError(Exception):
-    """The next message of a connection cannot be found, so it is closed."""
+    """The next message of a connection cannot be found, or its client has no key, so it is closed."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardMessage:
-    """A message: its header, and the bytes of all of its tensors."""
+class TensorEntry(BaseModel):
+    """The description of a tensor."""
 
-    header: JsonObject
-    content: bytearray
+    dtype: Literal["bfloat16", "float16", "float32", "int64", "int32", "bool", "uint8", "float8_e4m3fn"]
+    shape: Shape
+
+
+class ForwardRequest(BaseModel):
+    """The header of a request.
+
+    Attributes:
+        key: of the server, which a port asks for once in a connection.
+        arguments: of the transformer's forward, by name.
+        tensors: among them, in the order of their bytes.
+        loras: the LoRAs of the call, by name, and their strengths.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    op: Literal["hello", "forward"]
+    protocol: Literal[1] = PROTOCOL
+    key: str = ""
+    arguments: dict[str, Any] = {}
+    tensors: list[TensorEntry] = []
+    loras: dict[str, FiniteFloat] = {}
+
+
+def parse_request(header: bytearray) -> ForwardRequest:
+    """Parse the header of a request. Raises `MessageError` for the first wrong value."""
+    try:
+        return ForwardRequest.model_validate_json(header)
+    except ValidationError as invalid:
+        row = invalid.errors(include_url=False)[0]
+    name = ".".join(map(str, row["loc"])) or "header"
+    raise MessageError(f"{name}={quote_value(row['input'])}: {row['msg']}")
 
 
 def receive_message(
     connection: socket.socket, max_bytes: int, idle_seconds: float | None = None
-) -> ForwardMessage | None:
-    """Return the next message of a connection; None if its peer has closed it between two messages.
+) -> tuple[bytearray, bytearray] | None:
+    """Return the header and the tensors of the next message; None if its peer has closed the connection before it.
 
     Args:
         max_bytes: the most bytes of its tensors.
@@ -75,73 +91,22 @@ def receive_message(
     if not first:
         return None
     connection.settimeout(SILENT_SECONDS)
-    magic, length = PREFIX.unpack(first + _receive_bytes(connection, PREFIX.size - 1))
+    magic, length, num_bytes = PREFIX.unpack(first + _receive_bytes(connection, PREFIX.size - 1))
     if magic != MAGIC:
-        raise StreamError(f"a message begins with {bytes(magic)!r} and not with {MAGIC!r}; use protocol {PROTOCOL}")
+        raise StreamError(f"a message begins with {magic!r} and not with {MAGIC!r}; use protocol {PROTOCOL}")
     if length > MAX_HEADER_BYTES:
         raise StreamError(f"a header of {length} bytes is longer than {MAX_HEADER_BYTES}")
-    try:
-        header = json.loads(_receive_bytes(connection, length))
-    except (ValueError, RecursionError):
-        raise StreamError("the header is not JSON") from None
-    if not isinstance(header, dict):
-        raise StreamError("the header is not a JSON object")
-    num_bytes = sum(size for _, _, size in list_tensors(header))
     if num_bytes > max_bytes:
         raise StreamError(f"tensors of {num_bytes} bytes are more than {max_bytes}; see --forward-bytes")
-    return ForwardMessage(header, _receive_bytes(connection, num_bytes))
+    return _receive_bytes(connection, length), _receive_bytes(connection, num_bytes)
 
 
-def list_tensors(header: JsonObject) -> list[tuple[str, list[int], int]]:
-    """Return the type, shape and number of bytes of each tensor of a message.
-
-    Raises:
-        StreamError: if the header does not describe them.
-    """
-    entries = header.get("tensors", [])
-    if not isinstance(entries, list) or len(entries) > MAX_TENSORS:
-        raise StreamError(f"tensors={quote_value(entries)} is not a list of at most {MAX_TENSORS}")
-    tensors = []
-    for entry in entries:
-        dtype = entry.get("dtype") if isinstance(entry, dict) else None
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        if not isinstance(dtype, str) or dtype not in DTYPE_BYTES or not _is_shape(shape):
-            raise StreamError(f"{quote_value(entry)} is no tensor; give a shape, and one of {', '.join(DTYPE_BYTES)}")
-        assert isinstance(shape, list)
-        tensors.append((dtype, shape, DTYPE_BYTES[dtype] * math.prod(shape)))
-    return tensors
-
-
-def encode_header(header: JsonObject) -> bytes:
-    """Return the bytes of a message before those of its tensors."""
-    text = json.dumps({"tensors": [], **header}).encode()
-    return PREFIX.pack(MAGIC, len(text)) + text
-
-
-def decode_value(value: Any, tensors: Sequence[Any], depth: int = 0) -> Any:
-    """Return what JSON of a message stands for. Raises `MessageError` if it stands for nothing."""
-    if depth > MAX_DEPTH:
-        raise MessageError(f"an argument is nested deeper than {MAX_DEPTH}")
-    if isinstance(value, list):
-        return [decode_value(item, tensors, depth + 1) for item in value]
-    if not isinstance(value, dict):
-        return value
-    items = value.get("dict")
-    if isinstance(items, dict):
-        return {name: decode_value(item, tensors, depth + 1) for name, item in items.items()}
-    index = value.get("tensor")
-    if type(index) is not int or not 0 <= index < len(tensors):
-        raise MessageError(
-            f"{quote_value(value)} is neither {{'tensor': i}} with i below {len(tensors)} nor {{'dict': {{..}}}}"
-        )
-    return tensors[index]
-
-
-def _is_shape(shape: Any) -> bool:
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS:
-        return False
-    # A product of such numbers is counted exactly, so a huge one is refused before anything is allocated.
-    return all(type(size) is int and 0 <= size < 2**40 for size in shape)
+def send_message(connection: socket.socket, header: JsonObject, content: bytes = b"") -> None:
+    """Send a header, and the bytes of its tensors."""
+    text = json.dumps(header).encode()
+    connection.settimeout(SILENT_SECONDS)
+    connection.sendall(PREFIX.pack(MAGIC, len(text), len(content)) + text)
+    connection.sendall(content)
 
 
 def _receive_bytes(connection: socket.socket, length: int) -> bytearray:

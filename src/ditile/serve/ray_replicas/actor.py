@@ -106,7 +106,7 @@ class RankActor:
             # The first progress report says that the rank has started.
             env.report_progress()
             with contextlib.redirect_stdout(sys.stderr):
-                RankWorker(self._setup, self).serve_batches()
+                RankWorker(self._setup, self).serve()
             self._end = ()
         # SystemExit is caught too, since whatever ends a rank must be reported.
         except BaseException as error:
