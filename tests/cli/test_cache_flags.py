@@ -10,9 +10,8 @@ import pytest
 
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
 from ditile.cache.config_text import parse_cache_line
-from ditile.cache.methods.magcache import MagCacheConfig
 from ditile.cli import main
-from ditile.plan.errors import DitileError, PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.flag_parser import collect_arguments, normalize_flags
 from ditile.runner.requests.cache_options import CacheOptions, LoraChoice
 
@@ -90,17 +89,6 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
     assert both["calibrator_config"] == TaylorSeerCalibratorConfig(taylorseer_order=1)
     assert both["quantize_config"] == {"quant_type": "float8_weight_only", "exclude_layers": ["embed"]}
     assert read("--config", str(path), "--foca").build_cache_arguments()["calibrator_config"] == FoCaCalibratorConfig()
-
-
-def test_flags_change_the_method_of_a_file_and_replace_none(tmp_path: Path) -> None:
-    path = str(tmp_path / "mag.yaml")
-    Path(path).write_text("cache_config:\n  cache_type: magcache\n  mag_ratios: flux\n", "utf-8")
-    both = read("--config", path, "--taylorseer").build_cache_arguments()
-    assert isinstance(both["cache_config"], MagCacheConfig)
-    assert both["calibrator_config"] == TaylorSeerCalibratorConfig()
-    assert isinstance(read("--config", path, "--cache").build_cache_arguments()["cache_config"], DBCacheConfig)
-    with pytest.raises(DitileError, match="is a cache, and another one is given too"):
-        read("--schedule", "a.json", "--prune")
 
 
 @pytest.mark.parametrize(

@@ -96,22 +96,6 @@ def test_bad_input_is_one_line(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("content", "words", "says"),
-    [
-        (b"\xff\xfe", (), "cannot be read as text"),
-        (b"a", ("--out-dir", "nowhere/there"), "there is no folder 'nowhere'"),
-        (b"a", ("--json", "./prompts.txt"), "json='prompts.txt' and prompts_file='prompts.txt' are one file"),
-    ],
-)
-def test_a_file_of_prompts_that_will_not_do(
-    capsys: pytest.CaptureFixture[str], content: bytes, words: tuple[str, ...], says: str
-) -> None:
-    Path("prompts.txt").write_bytes(content)
-    assert says in refused(capsys, "generate", "--prompts-file", "prompts.txt", *words)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
     "words",
     [
         ("serve", "--model", "shapes-flux", "--lora-dir"),
@@ -164,19 +148,6 @@ def test_pictures_hold_no_local_paths(tmp_path: Path) -> None:
     for name in ("0000.png", "one.png"):
         texts = read_picture_texts(Path("out", name))
         assert texts["model"].startswith("a-model (") and str(tmp_path) not in str(texts)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--negative-prompt", "red", "--guidance", "1"), "ignores a negative prompt"),
-        (("--true-cfg", "3", "--dry-run"), "PixArtSigmaPipeline takes no --true-cfg; leave it out"),
-        (("--cfg", "2", "--guidance", "1", "--dry-run"), "cfg=2 divides branches of guidance, and this call has 1"),
-    ],
-)
-def test_what_only_the_model_can_refuse(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
-    assert says in refused(capsys, "generate", "a circle", *SMALL, *words)
 
 
 def test_flux_heeds_a_negative_prompt_with_true_guidance(capsys: pytest.CaptureFixture[str]) -> None:
@@ -310,16 +281,6 @@ def test_flags_of_xdit_are_the_plan() -> None:
     )  # fmt: skip
     commas = ["generate", "a", "--pipefusion", "2", "--attn_layer_num_for_pp", "7,8", "--stage-blocks", "7,8"]
     assert main._build_plan(main.build_parser().parse_args(normalize_flags(commas))).stage_blocks == (7, 8)
-
-
-def test_several_images_have_seeds_that_count_up(capsys: pytest.CaptureFixture[str]) -> None:
-    """The second of two is the first of the next seed: 1e-5 in a batch, so at most one level of 255."""
-    assert main.main(["generate", "a blue square", *SMALL, "--num-images", "2", "--out", "a.png", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["images"] == ["a-0.png", "a-1.png"]
-    assert main.main(["generate", "a blue square", "--steps", "2", "--seed", "8", "--out", "b.png"]) == 0
-    pair = [np.asarray(opened(path)).astype(int) for path in ("a-1.png", "b.png")]
-    assert np.abs(pair[0] - pair[1]).max() <= 1
-    assert opened("a-1.png").text["seed"] == "8"
 
 
 def test_python_draws_what_the_command_draws(

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,8 +30,6 @@ from tests.parallel.sequence import planned
 from tests.runner.single_files import COMFY, write_sparse_flux
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
-
-SMALL = ("generate", "a red circle", "--steps", "2", "--seed", "7", "--height", "64", "--width", "64", "--threads", "1")
 
 
 GANTT = """
@@ -110,25 +107,6 @@ def test_the_default_file_is_no_input(capsys: pytest.CaptureFixture[str]) -> Non
     assert "are one file; name another" in refused(capsys, *words, "--out", "ditile-image.png")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--out", "/proc/a.png"), "out='/proc/a.png' cannot be written: No such file"),
-        (("--json", "socket"), "json='socket' cannot be written: No such device"),
-    ],
-)
-def test_what_the_system_refuses_to_write(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, str], says: str
-) -> None:
-    """Even to root. A failure would mean a picture that is drawn for nothing, or a traceback."""
-    if words[1].startswith("/proc") and not os.path.isdir("/proc"):
-        pytest.skip("this system has no /proc")
-    monkeypatch.setattr("ditile.runner.load.load", lambda *_, **__: pytest.fail("a model was loaded"))
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("socket")
-        assert says in refused(capsys, *SMALL, *words)
-
-
 def asked(pipe: Any, height: int, width: int) -> dict[str, Any]:
     return arguments.build_call_arguments(pipe, GenerateOptions(prompt="a circle", height=height, width=width), {})
 
@@ -164,17 +142,6 @@ def test_an_error_that_is_not_the_pipelines_is_not_called_a_refusal() -> None:
         with pytest.raises(ValueError) as caught, convert_value_errors(pipe):
             bug()
         assert not isinstance(caught.value, ModelError)
-
-
-def test_a_pipeline_of_proteins_is_refused_before_it_is_loaded(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A failure: minutes of denoising, and then an error because there is no picture."""
-    Path("model").mkdir()
-    Path("model/model_index.json").write_text('{"_class_name": "RFD4ProteinaPipeline", "_diffusers_version": "0.42.1"}')
-    monkeypatch.setattr("ditile.runner.load.load", lambda *_, **__: pytest.fail("a model was loaded"))
-    line = refused(capsys, "generate", "a circle", "--model", "model")
-    assert " and images, videos and sounds are written here; in Python, ditile.para" in line
 
 
 WORDS = ("generate", "a red circle", "--steps", "2", "--seed", "7", "--threads", "1")

@@ -17,7 +17,7 @@ from ditile.cli.verdict import Check, PlanVerdict, build_verdict_table
 from ditile.cli.verify import run_plan_checks
 from ditile.model.recording.kept_tapes import StaticInput
 from ditile.plan import cost
-from ditile.plan.errors import JoinError, PlanError, StateError
+from ditile.plan.errors import JoinError, PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.requests.console import LINE_WIDTH
 from ditile.runner.requests.options import VerifyOptions
@@ -177,17 +177,6 @@ def test_the_verdict_is_a_table_and_an_exit_code(
         out = capsys.readouterr().out
         assert max(map(len, out.splitlines())) <= LINE_WIDTH
         assert word in out and "a plan" in out and build_verdict_table(verdict).row_count == len(checks) + 1
-
-
-def test_keys_of_another_age_are_a_plan_that_is_not_proven(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise StateError("blocks.0 reads keys of ages (2,)")
-
-    monkeypatch.setattr(verify, "verify_plan", fail)
-    assert main.main(["verify", "--patches", "4"]) == 1
-    assert capsys.readouterr().err == "ditile: the plan is not proven: blocks.0 reads keys of ages (2,)\n"
 
 
 def fill_once(static: StaticInput, source: torch.Tensor, *_: Any, **__: Any) -> None:

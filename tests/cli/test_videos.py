@@ -82,20 +82,6 @@ def test_an_animation_by_its_name(name: str, ends: int) -> None:
     assert np.array_equal(np.asarray(opened("a.png")), video[0])
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ((*SHORT, "--out", "a.png"), "out='a.png': this model makes videos; name it a.mp4, .webp or .gif"),
-        (("--out", "a.mp4"), "out='a.mp4': this model makes images; name it a.png, .jpg or .webp"),
-    ],
-)
-def test_what_is_refused_before_a_model_is_loaded(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
-) -> None:
-    monkeypatch.setattr("ditile.runner.load.load", lambda *_, **__: pytest.fail("a model was loaded"))
-    assert says in refused(capsys, "generate", PROMPT, *words)
-
-
 def test_what_is_refused_before_a_step(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "_call_and_report", lambda *_: pytest.fail("the pipeline was called"))
     says = "the VAE of WanPipeline makes 1 + a multiple of 4; try frames=5 or frames=9"

@@ -130,13 +130,6 @@ class Both(nn.Module):
         return context, x
 
 
-class Vague(Both):
-    """What it returns is made elsewhere."""
-
-    def forward(self, img: Tensor, txt: Tensor) -> Any:
-        return super().forward(img, txt)
-
-
 class User(nn.Module):
     """A transformer as somebody may write it: a refiner, double blocks, and single ones."""
 
@@ -157,43 +150,6 @@ class User(nn.Module):
         return hidden_states
 
 
-class Told(User):
-    """Its blocks do not say in which order they return, and its forward does."""
-
-    def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
-        for layer in self.layers:
-            text, hidden_states = layer(hidden_states, txt=text)
-        return hidden_states
-
-
-class Untold(User):
-    """Nobody says."""
-
-    def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
-        for index in range(2):
-            text, hidden_states = self.layers[index](hidden_states, text)
-        return hidden_states
-
-
-class Outside(User):
-    """Its blocks return what is added to the tokens, not the tokens."""
-
-    def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
-        for layer in self.single:
-            hidden_states = hidden_states + layer(hidden_states)
-        return hidden_states
-
-
-class Turns(User):
-    """Two lists in turns."""
-
-    def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
-        for double, single in zip(self.layers, self.single, strict=False):
-            text, hidden_states = double(hidden_states, text)
-            hidden_states = single(hidden_states)
-        return hidden_states
-
-
 def test_a_class_is_known_by_its_bases_and_not_by_its_name() -> None:
     assert find_table_entry(WanTransformer3DModel) is TRANSFORMER_TABLE["WanTransformer3DModel"]
     assert find_table_entry(FluxTransformer2DModelOfMine) is None
@@ -208,22 +164,6 @@ def test_lists_of_an_unknown_transformer_are_found_in_order() -> None:
     double, single = find_block_lists(model)
     assert double == BlockList("layers", tuple(model.layers), Flow(("text", "image"), "x", "context"))
     assert single == BlockList("single", tuple(model.single), Flow(("image",), "hidden_states", None))
-
-
-def test_the_caller_says_what_the_block_leaves_open() -> None:
-    (actual,) = find_block_lists(Told(Vague))
-    assert actual.flow == Flow(("text", "image"), "img", "txt")
-
-
-def test_what_cannot_be_told_is_asked_for() -> None:
-    with pytest.raises(ModelError, match=r"Untold.layers: the source of Vague does not say .*forward_pattern="):
-        find_block_lists(Untold(Vague))
-    with pytest.raises(ModelError, match="no ModuleList that its forward runs its tokens through"):
-        find_block_lists(Outside())
-    with pytest.raises(ModelError, match="in turns"):
-        find_block_lists(Turns())
-    with pytest.raises(ModelError, match="Linear has no ModuleList"):
-        find_block_lists(nn.Linear(2, 2))
 
 
 def test_every_pipeline_with_a_transformer_is_supported_or_known_not_to_be() -> None:

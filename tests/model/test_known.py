@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from ditile.model.known import KnownModel, find_known_model, list_known_models
+from ditile.model.known import KnownModel, list_known_models
 from ditile.planner.subject import PlanSubject
 from ditile.runner.requests.pipelines import returns_videos
 
@@ -23,16 +23,3 @@ def test_the_table_is_what_the_configs_say(known: KnownModel) -> None:
     assert (known.height, known.width) == (call["height"], call["width"])
     assert known.cuts_rows == bool(subject.block_hooks.anatomy.grid)
     assert known.bins_sizes == ("use_resolution_binning" in inspect.signature(subject.pipeline.__call__).parameters)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "knows"),
-    [
-        ("a large red circle on the left", True),
-        ("a lighthouse at dawn", False),
-    ],
-)
-def test_a_prompt_names_what_a_bundled_model_knows(prompt: str, knows: bool) -> None:
-    bundled, published = find_known_model("shapes-pixart"), find_known_model("black-forest-labs/FLUX.1-dev")
-    assert bundled is not None and (bundled.explain_unknown_prompt(prompt) is None) is knows
-    assert published is not None and published.name == "flux.1-dev" and published.explain_unknown_prompt(prompt) is None

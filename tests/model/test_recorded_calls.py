@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
 from tests.model.test_recorded_steps import generate
-from tests.pool import Pool
 from tests.recorded_calls import OperatorSegments, record_on_cpu
 from tests.runner.cases import MAKE, run
-from tests.runner.loras import NAMES, edits, folders_of, load
+from tests.runner.loras import NAMES, folders_of, load
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -91,15 +89,6 @@ def record_first_patch(recorder: RecordedSteps) -> ref[Tape] | None:
     return None if call.tape is None else ref(call.tape)
 
 
-@pytest.mark.parametrize(("limit_bytes", "fits"), [(1, False), (sys.maxsize, True)])
-def test_a_tape_that_does_not_fit_shares_nothing(limit_bytes: int, *, fits: bool) -> None:
-    """A failure means that the tapes of other patches wait for one that is never played."""
-    recorder = RecordedSteps(OperatorSegments, limit_bytes=limit_bytes)
-    tape = record_first_patch(recorder)
-    assert (tape is not None) == fits
-    assert bool(recorder._shared.tapes) == fits
-
-
 def test_the_memory_of_a_recorder_goes_with_it() -> None:
     """A failure means gigabytes until the next collection of cycles."""
     gc.disable()
@@ -131,44 +120,6 @@ STEPS = 5
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders_of(NAMES, tmp_path_factory)
-
-
-def draw_every_state(name: str, folder: Path, plan: Plan, recorded: bool) -> tuple[list[Tensor], list[int]]:
-    """Two pictures in every state of the LoRAs, and how many calls were played in each."""
-    pictures: list[Tensor] = []
-    played: list[int] = []
-    with record_on_cpu() as recorders:
-        pipe = MAKE[name]()
-        runner = ditile.parallelize(pipe, plan, cuda_graphs=recorded)
-        for edit in (lambda *_: None, *edits(name).values()):
-            edit(pipe, folder)
-            before = recorders[0].num_played if recorded else 0
-            pictures += [run(runner, name, num_inference_steps=STEPS), run(runner, name, num_inference_steps=STEPS)]
-            played.append(recorders[0].num_played - before if recorded else 0)
-    return pictures, played
-
-
-def compare_every_state(name: str, folder: Path, plan: Plan) -> tuple[list[bool], list[int]]:
-    """Whether each picture is that without tapes, and how many calls were played in each state."""
-    plain, _ = draw_every_state(name, folder, plan, False)
-    pictures, played = draw_every_state(name, folder, plan, True)
-    return list(map(torch.equal, plain, pictures)), played
-
-
-@pytest.mark.parametrize(
-    ("name", "axis"),
-    [
-        ("flux", "patches=2 warmup=1"),
-        ("pixart sigma", "patches=1"),
-        ("sd3.5 medium", "pipefusion=2 patches=2 warmup=1"),
-    ],
-)
-def test_every_state_of_loras_is_recorded(pool: Pool, folders: dict[str, Path], name: str, axis: str) -> None:
-    """A failure means that a tape has a scale or an adapter that is not the one that is set."""
-    plan = Plan.parse(axis)
-    for equal, played in pool.run(compare_every_state, plan.world, name, folders[name], plan):
-        assert all(equal)
-        assert all(played)
 
 
 def test_the_scale_of_a_call_is_seen(folders: dict[str, Path]) -> None:

@@ -21,7 +21,6 @@ from ditile.plan.schedule import MicroStep
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.graph_segments import has_room_to_capture
 from ditile.runner.lora import select_loras
-from tests import tiny
 from tests.pool import Pool
 from tests.recorded_calls import OperatorSegments, record_on_cpu
 from tests.zoo import ZOO
@@ -316,29 +315,3 @@ def test_a_tensor_that_graphs_write_is_copied_each_time() -> None:
         torch._C._remove_cached_tensor(source)
         torch._C._set_cached_tensors_enabled(False)
     assert static.tensor.tolist() == [1, 1]
-
-
-def measure_tape_memory(plan: Plan, blocks: int) -> int:
-    """Bytes of the largest pool of a tape of a model of so many double and single blocks each."""
-    made: list[OperatorSegments] = []
-
-    def make_segments() -> OperatorSegments:
-        made.append(OperatorSegments())
-        return made[-1]
-
-    with record_on_cpu(make_segments):
-        runner = ditile.parallelize(tiny.flux(blocks, blocks), plan, cuda_graphs=True)
-    for _ in range(2):
-        runner(**tiny.arguments("flux", num_inference_steps=5, output_type="latent"))
-    return max(segments.peak_bytes for segments in made)
-
-
-@pytest.mark.parametrize("axis", ["ulysses=2", "pipefusion=2 patches=2 warmup=1"])
-def test_the_memory_of_a_tape_does_not_grow_with_the_layers(pool: Pool, axis: str) -> None:
-    """As a step without tapes, it holds the messages of one layer and not of all. A failure means gigabytes."""
-    plan = Plan.parse(axis)
-    few = pool.run(measure_tape_memory, plan.world, plan, 2)
-    many = pool.run(measure_tape_memory, plan.world, plan, 4)
-    for bytes_of_few, bytes_of_many in zip(few, many, strict=True):
-        # The modulation of each of the four more blocks stays for a step, which is less than a message here.
-        assert bytes_of_many - bytes_of_few <= 4 * 1024

@@ -327,6 +327,9 @@ def generate_with_one_recorder(name: str, plan: Plan, recording_rank: int) -> tu
     ("name", "axis"),
     [
         ("flux", "ulysses=2"),
+        ("flux", "ring=2"),
+        ("flux", "tensor=2"),
+        ("flux", "distrifusion=2 warmup=1"),
         ("flux", "pipefusion=2 patches=2 warmup=1"),
         ("pixart-sigma", "ring=2"),
     ],

@@ -70,17 +70,6 @@ def test_once_per_step_and_as_the_plain_pipeline(name: str) -> None:
                     same(got[2:], want[2:], f"latents given to the callback, {name} {wish}")
 
 
-@pytest.mark.parametrize("name", NAMES)
-@on_ranks(1)
-def test_a_changed_prompt_is_read_where_models_are_whole(name: str) -> None:
-    """A failure means that `data` and `cfg` go on with what they remember of the first prompt."""
-    pipe = MAKE[name]()
-    wanted = observed(pipe, name, ["prompt_embeds"], "prompt")
-    different(wanted[0], observed(pipe, name, ["latents"])[0], "a changed prompt")
-    with divided(pipe) as runner:
-        same(observed(runner, name, ["prompt_embeds"], "prompt")[0], wanted[0], name)
-
-
 def changed(name: str, stages: int) -> list[Any]:
     with divided(MAKE[name](), **STALE | {"pipefusion": stages}) as runner:
         return [observed(runner, name, ["latents"], "latents"), observed(runner, name, ["prompt_embeds"], "prompt")]
@@ -95,44 +84,6 @@ def test_changes_under_stale_keys(pool: Pool, name: str) -> None:
             for one, other in zip(got, wanted, strict=True):
                 assert one[1] == other[1]
                 same([one[0], *one[2:]], [other[0], *other[2:]], name)
-
-
-@on_ranks(2)
-def test_a_callback_on_rank_0_only() -> None:
-    """A failure means that the ranks without the callback hang, or go on with other latents."""
-    name = "flux"
-    pipe = MAKE[name]()
-    wanted = observed(pipe, name, ["latents"], "latents")
-    with divided(pipe, **EXACT) as runner:
-        if dist.get_rank() == 0:
-            got = observed(runner, name, ["latents"], "latents")
-            same(got[2:], wanted[2:], "latents given to rank 0's callback")
-            picture = got[0]
-        else:
-            picture = run(runner, name)
-        same(picture, wanted[0], "a callback on rank 0 only")
-
-
-def legacy(pipe: Any, every: int) -> list[Any]:
-    seen: list[Any] = []
-    picture = run(
-        pipe, "pixart sigma", callback=lambda i, t, x: seen.append((i, float(t), x.clone())), callback_steps=every
-    )
-    return [picture, [s[:2] for s in seen], *(s[2] for s in seen)]
-
-
-@on_ranks(2)
-def test_the_callback_of_pixart() -> None:
-    """The older `callback`, `callback_steps`. A failure means that it sees patches, or latents that are not whole."""
-    pipe = MAKE["pixart sigma"]()
-    for every in (1, 2):
-        wanted = legacy(pipe, every)
-        with divided(pipe, **EXACT) as runner:
-            got = legacy(runner, every)
-            assert got[1] == wanted[1]
-            same([got[0], *got[2:]], [wanted[0], *wanted[2:]], f"every {every}")
-        with divided(pipe, **STALE) as runner:
-            assert legacy(runner, every)[1] == wanted[1]
 
 
 def interrupted(name: str, plan: dict[str, Any], rank: int, stop: int) -> list[Any]:
@@ -161,41 +112,6 @@ def test_an_interrupt_on_any_rank(pool: Pool, warmup: int) -> None:
         for picture, seen in actual:
             assert seen == actual[0][1] and 4 <= len(seen) <= 6, f"rank {rank} interrupted, steps {seen}"
             same(picture, actual[0][0], "after an interrupt")
-
-
-class Bar:
-    """Stands where tqdm does, and counts."""
-
-    def __init__(self, total: int | None) -> None:
-        self.total, self.updates = total, 0
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def update(self, _: int = 1) -> None:
-        self.updates += 1
-
-
-def bars(name: str) -> list[tuple[int | None, int]]:
-    pipe, made = MAKE[name](), []
-
-    def progress_bar(iterable: Any = None, total: int | None = None) -> Bar:
-        made.append(Bar(total))
-        return made[-1]
-
-    pipe.progress_bar = progress_bar
-    with divided(pipe, **STALE) as runner:
-        run(runner, name)
-        assert pipe.progress_bar is progress_bar
-    return [(bar.total, bar.updates) for bar in made]
-
-
-@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3"])
-def test_the_progress_bar_counts_steps_on_rank_0(pool: Pool, name: str) -> None:
-    """A failure means that users see patches for steps, or a bar per rank."""
-    assert pool.run(bars, 2, name) == [[(STEPS, STEPS)], []]
 
 
 @on_ranks(2)

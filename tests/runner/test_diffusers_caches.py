@@ -21,12 +21,11 @@ from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelCo
 
 import ditile
 from ditile.model.step_memory import explain_hook_refusal
-from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.diffusers_configs import convert_config
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.families import FAMILIES
 from tests.pool import on_ranks
 from tests.runner.cases import MAKE, draw_plain, run, same
 
@@ -155,28 +154,6 @@ TOLERANCE = 1e-5
 )
 def test_a_config_stands_for_a_plan(config: Any, plan: Plan) -> None:
     assert convert_config(config) == plan
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (ContextParallelConfig(ring_degree=2, convert_to_fp32=False), "convert_to_fp32=False cannot be honoured"),
-        (TensorParallelConfig(tp_degree=2, mesh="a mesh"), "mesh='a mesh' cannot be honoured"),
-    ],
-)
-def test_what_cannot_be_mapped_is_refused_with_its_value(config: Any, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        convert_config(config)
-
-
-@on_ranks(2)
-def test_a_model_without_its_pipeline_is_divided() -> None:
-    """A call of the runner is a call of the model."""
-    family = FAMILIES["FluxTransformer2DModel"]
-    with torch.no_grad():
-        plain = family.make()(**family.inputs(), return_dict=False)[0]
-    runner = ditile.enable_parallelism(family.make(), ContextParallelConfig(ring_degree=2))
-    assert float((runner(arguments=family.inputs()) - plain).abs().max() / plain.abs().max()) < TOLERANCE
 
 
 @on_ranks(2)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import ditile
 from ditile import DitileError, LoadError, ModelError
-from ditile.model.known import ASSETS, find_known_model, list_bundled_models
+from ditile.model.known import ASSETS, list_bundled_models
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
 from ditile.runner.model_files import check_hub_access, defaults, find_model_source
@@ -128,17 +128,6 @@ def test_a_hub_id_that_cannot_be_had_is_refused_at_once(hub_cache: Path, monkeyp
     assert find_model_source("flux.1-dev") == "black-forest-labs/FLUX.1-dev"
 
 
-def test_of_a_published_model_configs_and_defaults_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that a name which `ditile plan` knows is not known elsewhere."""
-    assert find_model_source("flux.1-dev", weights=False) == find_known_model("flux.1-dev").folder
-    assert find_model_source("black-forest-labs/FLUX.1-dev", weights=False) == find_known_model("flux.1-dev").folder
-    assert defaults("black-forest-labs/FLUX.1-schnell") == defaults("flux.1-schnell")
-    assert defaults("flux.1-schnell")["num_inference_steps"] == 4
-    shutil.copytree(find_known_model("flux.1-schnell").folder, tmp_path / "flux.1-dev")
-    monkeypatch.chdir(tmp_path)
-    assert defaults("flux.1-dev")["num_inference_steps"] == 4  # that of a folder of this name
-
-
 def write_without(folder: Path, lost: str, end: str = ".safetensors", weights: str = WEIGHTS) -> None:
     """Saves a model's weights but for one tensor, which has another name."""
     tensors = load_file(folder / weights)
@@ -239,21 +228,3 @@ def sharded(part: Path, model: Any, variant: str | None = None) -> None:
     """Saves a model in many small files, with their index."""
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part, max_shard_size="20KB", variant=variant)
-
-
-def test_the_index_beside_a_variant(tmp_path: Path) -> None:
-    """Stores of models keep the indices of both, and a user fetches the files of one."""
-    pipe = tiny.sd3()
-    pipe.save_pretrained(tmp_path / "model", variant="fp16")
-    part, stem = tmp_path / "model" / "text_encoder_3", "model.safetensors.index"
-    sharded(part, pipe.text_encoder_3, "fp16")
-    sharded(tmp_path / "plain", pipe.text_encoder_3)
-    shutil.copy(tmp_path / "plain" / f"{stem}.json", part)
-    loaded = load(str(tmp_path / "model"), variant="fp16")
-    assert torch.equal(loaded.text_encoder_3.shared.weight, pipe.text_encoder_3.shared.weight)
-    said = message(tmp_path / "model")
-    assert said.endswith("give ditile.load(.., variant='fp16')"), said
-    gone = sorted(part.glob("model.fp16-*.safetensors"))[2]
-    gone.unlink()
-    with pytest.raises(LoadError, match=f"{gone.name} is missing"):
-        load(str(tmp_path / "model"), variant="fp16")

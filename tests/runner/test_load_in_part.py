@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FluxTransformer2DModel
@@ -20,7 +19,6 @@ from ditile.model.hooks.placeholders import is_placeholder
 from ditile.plan.plan import Plan
 from ditile.runner.load import STEM
 from ditile.runner.runner import parallelize
-from ditile.runner.weights.checkpoint import Checkpoint, locate_in_folder
 from tests import tiny
 from tests.pool import Pool
 from tests.runner.cases import load_parts, run, same
@@ -80,21 +78,6 @@ def test_what_is_read_is_what_diffusers_reads(models: dict[str, Path], family: s
                         assert torch.equal(value, wanted[path]), path
                         seen.add((name, path))
         assert seen == {(name, path) for name in mine for path in tensors(getattr(whole, name))}
-
-
-def test_one_file_or_several_are_read_in_runs(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that a tensor is lost where a mapping ends."""
-    monkeypatch.setattr("ditile.runner.weights.checkpoint.MAPPED", 5000)
-    for family in ("flux", "sd3"):
-        kind = getattr(diffusers, type(tiny.FAMILIES[family]().transformer).__name__)
-        wanted = tensors(kind.from_pretrained(models[family] / "transformer"))
-        with torch.device("meta"):
-            made = kind.from_config(kind.load_config(models[family] / "transformer"))
-        read = Checkpoint.open_checkpoint(locate_in_folder(models[family] / "transformer"), STEM).read_into_module(
-            made, torch.float32
-        )
-        assert read == sum(t.numel() * 4 for t in wanted.values())
-        assert all(torch.equal(value, wanted[path]) for path, value in tensors(made).items())
 
 
 def test_the_hub_is_asked_for_what_is_needed(

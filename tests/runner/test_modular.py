@@ -23,7 +23,6 @@ from tests.runner import cases
 from tests.tiny import flux
 from tests.zoo import ZOO
 from tests.zoo.modular import minimax_h3_both
-from tests.zoo.pictures import size
 from tests.zoo.rows import list_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -106,21 +105,6 @@ def test_two_threads_count_steps_apart(name: str) -> None:
         cases.same(found[index], wanted[index])
 
 
-def test_a_state_is_handed_over_from_another_pipeline(pipe: Any) -> None:
-    """As many pictures as its prompts; the text encoders' pipeline is another, with components in one manager."""
-    manager, components = ComponentsManager(), flux().components
-    blocks = diffusers.FluxAutoBlocks().sub_blocks
-    text, core = (blocks[name].init_pipeline(components_manager=manager) for name in ("text_encoder", "denoise"))
-    for part in (text, core):
-        part.update_components(**{name: components[name] for name in part.component_names if name in components})
-    state = text(prompt=["a red ring", "a blue square"], max_sequence_length=12)
-    call = flux_call(state=state) | size(3, 5)
-    del call["prompt"], call["max_sequence_length"]
-    wanted = core(**call | {"generator": torch.Generator().manual_seed(7)})
-    runner = build_single_runner(core, Plan(patches=3, warmup=9))
-    assert torch.equal(runner(**call), wanted) and wanted.shape[0] == 2
-
-
 def draw_both_workflows() -> list[torch.Tensor]:
     """On one of three ranks, or alone: a video of each checkpoint, by one runner."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -161,17 +145,12 @@ def cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "mem_get_info", lambda _: (0, 1), raising=False)
 
 
-@pytest.mark.parametrize("first", ["offload", "parallelize"])
-def test_a_manager_offloads_what_is_divided(cpu_memory: None, pipe: Any, first: str) -> None:
-    """Its hooks move the model of each call, whichever came first; the picture, modules and weights are the same."""
+def test_a_manager_offloads_what_is_divided(cpu_memory: None, pipe: Any) -> None:
+    """Its hooks move the model of each call; the picture, modules and weights are the same."""
     wanted, moved = pipe(**flux_call()), list[str]()
     offloaded, manager = make_offloaded(moved)
-    if first == "parallelize":
-        manager.disable_auto_cpu_offload()
     runner = build_single_runner(offloaded, Plan(patches=3, warmup=9))
     model, weights = offloaded.transformer, list(offloaded.transformer.parameters())
-    if first == "parallelize":
-        manager.enable_auto_cpu_offload(device="cpu", offload_strategy=lambda **call: moved.append("transformer") or [])
     moved.clear()
     assert torch.equal(runner(**flux_call()), wanted) and "transformer" in moved
     assert offloaded.transformer is model

@@ -5,7 +5,6 @@ A failure means another picture, without a word, because a hook or a processor s
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections.abc import Callable
 from typing import Any
@@ -16,18 +15,14 @@ import torch.distributed as dist
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
-from ditile.cache.config import DBCacheConfig
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.runner.caching import enable_cache
 from ditile.runner.runner import parallelize
 from ditile.runner.user_code import explain_code_refusal, list_user_code
 from tests import tiny
 from tests.pool import Pool, on_ranks
 from tests.runner.cases import call_of, measure_error, run
-from tests.zoo.own import FrameTransformer, of_own
 
 Change = Callable[[Any], None]
 
@@ -106,15 +101,6 @@ def test_what_a_user_put_on_a_model_is_found(change: Change) -> None:
     assert found is not None and CHANGES[change] in found and "trust_code=True" in found
 
 
-def test_hooks_and_functions_of_all_modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = tiny.flux()
-    handle = register_module_forward_hook(lambda module, args, out: out)
-    assert "has the hook <lambda>" in str(explain_code_refusal([pipe.transformer], Plan(data=2), 4))
-    handle.remove()
-    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: x)
-    assert "has another LayerNorm.forward" in str(explain_code_refusal([pipe.transformer], Plan(data=2), 4))
-
-
 @pytest.mark.parametrize("make", [tiny.flux, tiny.pixart, tiny.sd3, tiny.stable_diffusion])
 def test_nothing_of_diffusers_is_found(make: Callable[[], Any]) -> None:
     """A failure means that a plain pipeline is refused."""
@@ -181,38 +167,3 @@ def test_one_rank_refuses_only_stale_steps() -> None:
     assert torch.equal(torch.as_tensor(run(runner, "flux")), expected)
     with pytest.raises(ModelError, match="'patches=2' computes parts of a call apart"):
         run(parallelize(pipe, Plan(patches=2, warmup=1)), "flux")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a transformer of the user's returns."""
-
-    sample: Tensor
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.sample
-
-
-class ObjectTransformer(FrameTransformer):
-    """Returns an object."""
-
-    def forward(
-        self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, shift: Tensor | None = None
-    ) -> Any:
-        return Prediction(super().forward(hidden_states, timestep, encoder_hidden_states, shift)[0])
-
-
-def own_classes(plan: dict[str, Any], is_cached: bool) -> float:
-    entry = of_own("own-objects", ObjectTransformer, num_frames=9)
-    pipe, plain = entry.make(), entry.make()
-    if is_cached:
-        for each in (pipe, plain):
-            enable_cache(each, DBCacheConfig(residual_diff_threshold=0.0))
-    expected = plain(**entry.call())[0]
-    return measure_error(parallelize(pipe, Plan(**plan))(**entry.call())[0], expected)
-
-
-@pytest.mark.parametrize(("plan", "is_cached"), [({"cfg": 2}, False), ({"ulysses": 2}, False), ({"ulysses": 2}, True)])
-def test_transformers_of_ones_own(pool: Pool, plan: dict[str, Any], is_cached: bool) -> None:
-    """Guidance of two calls whose results are objects, and a cache that was there before the plan."""
-    assert max(pool.run(own_classes, 2, plan, is_cached)) < 1e-5

@@ -22,7 +22,7 @@ from ditile.model.anatomies import forget_anatomy
 from ditile.model.pipeline_calls import find_denoisers
 from ditile.plan.errors import StateError
 from tests import tiny
-from tests.zoo.own import CHANNELS, TEXT_WIDTH, WIDTH, Mlp, OneStreamBlock, SelfAttention, TwoStreamBlock, sinusoid
+from tests.zoo.own import CHANNELS, TEXT_WIDTH, WIDTH, Mlp, SelfAttention, sinusoid
 from tests.zoo.rows import compare_drawings
 
 HEIGHT, ROW = 5, 8
@@ -158,28 +158,6 @@ class MultiheadTransformer(Transformer):
     """Attention by torch's module."""
 
     block = MultiheadBlock
-
-
-class TwoListTransformer(Transformer):
-    """Blocks of two streams, a concatenation, and blocks of one sequence."""
-
-    block = TwoStreamBlock
-
-    @register_to_config
-    def __init__(self) -> None:
-        super().__init__()
-        self.single_blocks = nn.ModuleList(OneStreamBlock() for _ in range(2))
-
-    def forward(self, x: Tensor, t: Any, text: Tensor, mask: Tensor) -> Any:
-        (image, temb), text = self.embed_latents(x, t), self.embed_text(text)
-        table = sinusoid(text.shape[1] + image.shape[1])[None]
-        mask = functional.pad(mask, (0, image.shape[1]), value=True)[:, None, None]
-        for block in self.blocks:
-            text, image = block(image, text, table, temb, mask)
-        joint = torch.cat([text, image], dim=1)
-        for block in self.single_blocks:
-            joint = block(joint, table, temb, mask)
-        return self.unembed(joint[:, text.shape[1] :], x)
 
 
 class LabelTransformer(Transformer):
@@ -358,7 +336,6 @@ def give_labels(rows: int) -> dict[str, Any]:
 SHAPES: Mapping[str, tuple[type[Any], type[Any], Callable[[int], dict[str, Any]]]] = {
     "two calls, by position": (EmbedsPipeline, Transformer, give_embeds),
     "one call, masks": (MaskedPipeline, Transformer, give_masked_embeds),
-    "two lists, masks": (MaskedPipeline, TwoListTransformer, give_masked_embeds),
     "torch's attention module": (EmbedsPipeline, MultiheadTransformer, give_embeds),
     "latents last": (TimeFirstPipeline, TimeFirstTransformer, give_embeds),
     "plain module of another name": (DenoiserPipeline, PlainTransformer, give_embeds),

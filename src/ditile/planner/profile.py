@@ -192,9 +192,8 @@ class Profile:
     link: Link
     block_s: Amount = 0.0
     kernel_gap_s: Amount = 0.0
-    # A segment and its message are 31 calls of Python and C (`tests/model/test_recorded_changes.py`), of which the
-    # host of an H200 made one in 3.3 microseconds in steps without recording; 60 of the 100 microseconds are the
-    # message's.
+    # A segment and its message are 31 calls of Python and C, as a profile function counts them, of which the host of
+    # an H200 made one in 3.3 microseconds in steps without recording; 60 of the 100 microseconds are the message's.
     segment_s: Amount = 4e-5
     idle_bytes: Count = 0
     host_memory_bytes: Count = 0

@@ -11,9 +11,8 @@ from PIL import Image
 
 from ditile.cli import main
 from ditile.plan.plan import Plan
-from ditile_lab.bench import command, runs, sweeps
+from ditile_lab.bench import command, runs
 from ditile_lab.bench.cells import BenchCell
-from ditile_lab.bench.options import SWEEPS
 from ditile_lab.bench.session import compute_exposed_shares
 from ditile_lab.bench.submission import Submission
 from ditile_lab.machine import comparison
@@ -26,20 +25,6 @@ JOB = {"model": "shapes-pixart", "steps": 4, "threads": 1, "machine": MACHINE}
 
 def all_fit(plan: Plan) -> bool:
     return plan.num_patches <= 16
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("sweep", SWEEPS)
-def test_a_sweep_uses_the_ranks_and_names_no_cell_twice(sweep: str, ranks: int) -> None:
-    """A failure means ranks that idle, or a bar that is another one's."""
-    made = sweeps.list_sweep_cells(sweep, ranks, [(None, None)], all_fit)
-    assert made and len(made) == len(set(made))
-    worlds = {cell.num_ranks for cell in made}
-    wanted = {"cache": {1, ranks}, "scaling": {n for n in (2, 4, 8) if n <= ranks}}
-    assert worlds == wanted.get(sweep, {ranks})
-    assert all(cell == BenchCell(str(cell.plan_object), *cell[1:]) for cell in made), (
-        "plans are as str(Plan) writes them"
-    )
 
 
 def run(cell: BenchCell, seconds: float, one: float, **more: Any) -> dict[str, Any]:
@@ -69,21 +54,6 @@ def test_a_row_by_hand() -> None:
     assert row["load_before"] == 0.5 and row["peak_memory_bytes"] == 8 and row["bound"] == 2.0
     assert row["loop_s"] == 1.0 and row["predicted_loop_s"] == 1.5 and row["predicted_error"] == 0.5
     assert row["predicted_memory_bytes"] == 6 and row["predicted_memory_error"] == -0.25
-
-
-def test_runs_are_read_again_and_a_line_that_was_cut_short_goes(tmp_path: Path) -> None:
-    """A failure means that what was measured before an interrupt is lost, or that nothing can be added behind it."""
-    folder = tmp_path / "out"
-    assert runs.read_runs(str(folder)) == []
-    key = runs.make_run_key(JOB, BenchCell("ring=2"))
-    for seconds in (1.0, 2.0):
-        runs.append_run(str(folder), key, {"seconds": seconds})
-    runs.append_run(str(folder), key, {"memory": []})
-    path = folder / runs.RUNS
-    path.write_text(path.read_text() + '{"key": {"pl')
-    assert runs.count_runs_by_key(runs.read_runs(str(folder))) == {key: 2}
-    runs.append_run(str(folder), key, {"seconds": 3.0})
-    assert [line.get("seconds") for line in runs.read_runs(str(folder))] == [1.0, 2.0, None, 3.0]
 
 
 def test_exposed_by_hand() -> None:

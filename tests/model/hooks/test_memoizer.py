@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch import Tensor, nn
 
-from ditile.model.hooks.generation import Generation
-from ditile.model.remembered_outputs import OutputMemoizer
-from ditile.plan.anatomy import Anatomy
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import MicroStep, PatchSchedule
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
@@ -102,89 +94,3 @@ def test_blocks_compute_once_in_a_step_what_does_not_see_the_image(name: str, la
     steps = count_linear_calls(name, layer, 3, recorded) - count_linear_calls(name, layer, 2, recorded)
     branches = count_linear_calls(name, layer, 1, recorded)
     assert steps == branches
-
-
-class Typed(nn.Linear):
-    """Is given latents for their type alone."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-
-    def forward(self, time: Tensor, latents: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(time.to(latents.dtype))
-
-
-class Passed(Typed):
-    """Returns the latents without a look at them."""
-
-    def forward(self, time: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return super().forward(time, latents), latents
-
-
-class Front(nn.Module):
-    """What a model computes in front of its blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("text", "time", "image", "lost", "written"):
-            setattr(self, name, nn.Linear(2, 2))
-        self.typed = Typed()
-        self.passed = Passed()
-
-    def forward(self, latents: Tensor, text: Tensor, time: Tensor) -> dict[str, Tensor]:
-        """`[B, 2]` each."""
-        out = {"text": self.text(text), "time": self.time(time * 2), "image": self.image(latents)}
-        # Some operations lose what is not a number.
-        out["lost"] = self.lost(torch.nan_to_num(latents))
-        out["written"] = self.written(text).add_(1)
-        out["typed"] = self.typed(time * 3, latents)
-        _, out["passed"] = self.passed(time * 4, latents)
-        return {name: value.clone() for name, value in out.items()}
-
-
-@pytest.fixture
-def run() -> Iterator[tuple[Callable[..., dict[str, Tensor]], Counter[str], Generation]]:
-    """A surveyed model, all of whose modules but one are in its row, and how often they were called since."""
-    model, calls, now = Front(), Counter[str](), Generation(PatchSchedule(stages=1, patches=2, steps=4, warmup=1))
-    for name, module in model.named_children():
-        count_calls(calls, module, name)
-    # What loses NaN on its way is in no row: its numbers differ from patch to patch.
-    row = Anatomy({}, "none", per_step=tuple(name for name, _ in model.named_children() if name != "lost"))
-    memo = OutputMemoizer(model, row, now)
-    with torch.no_grad(), ExitStack() as stack:
-        memo.install_hooks(stack)
-        now.is_surveyed = True
-        poisoned = torch.full((1, 2), torch.nan), torch.ones(1, 2), torch.ones(1, 2)
-        memo.survey_call(functools.partial(model, *poisoned), lambda: False)
-        now.is_surveyed = False
-        calls.clear()
-        yield model, calls, now
-
-
-def test_what_depends_on_the_latents_is_computed_for_each_patch(run: Any) -> None:
-    """Modules and steps: one that is given the same counts for the call, one with a time of its own for a step.
-
-    A failure means that a patch is given what was made of the latents before its turn.
-    """
-    model, calls, now = run
-    text, plain = torch.ones(1, 2), Front()
-    plain.load_state_dict(model.state_dict())
-    for step in range(1, 3):
-        time = torch.full((1, 2), float(step))
-        for patch in range(2):
-            now.enter_micro_step(MicroStep(step, patch))
-            latents = torch.randn(1, 2)
-            wanted = plain(latents, text, time)
-            assert all(torch.equal(out, wanted[name]) for name, out in model(latents, text, time).items())
-    assert calls == {"text": 1, "time": 2, "image": 4, "lost": 4, "written": 4, "typed": 2, "passed": 4}
-
-
-def test_the_text_is_computed_again_where_it_was_changed(run: Any) -> None:
-    """A failure means that a prompt that is replaced in its place between steps is not seen."""
-    model, calls, now = run
-    text = torch.ones(1, 2)
-    for step in range(1, 4):
-        now.enter_micro_step(MicroStep(step, 0))
-        text.mul_(2) if step == 3 else None
-        model(torch.randn(1, 2), text, text)
-    assert calls["text"] == 2

@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from ditile.model.hooks.attention_hooks import CallsInTurn, MaskOfRealPairs
 from ditile.model.hooks.pieces import Piece, RehearsedPrediction
-from ditile.model.hooks.placeholders import is_placeholder, restore_contents, turn_into_placeholder
 from ditile.model.hooks.token_arguments import take_runs, write_runs
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.layout import Grid
@@ -68,20 +67,6 @@ def test_a_statistic_of_the_whole_is_nan_only_where_all_of_it_is() -> None:
     assert not torch.isnan(prediction.sum()) and torch.isnan(prediction[:, 3].sum(dim=-1)).all()
 
 
-def test_a_placeholder_keeps_what_is_computed_with_outside_of_it() -> None:
-    """A failure means that a stage holds weights of others, or lacks some that its forward needs."""
-    norm = nn.ModuleDict({"emb": nn.Linear(2, 3), "linear": nn.Linear(3, 4)})
-    block = nn.ModuleDict({"norm": norm, "ff": nn.Linear(4, 4)})
-    names = list(block.state_dict())
-    contents = turn_into_placeholder(block, ["norm.emb"])
-    assert is_placeholder(block) and is_placeholder(block.get_submodule("norm"))
-    assert list(block.state_dict()) == ["norm.emb.weight", "norm.emb.bias"]
-    assert block.get_submodule("norm.emb") is norm["emb"]
-    restore_contents(block, contents)
-    assert list(block.state_dict()) == names and not is_placeholder(block) and not is_placeholder(norm)
-    assert block.get_submodule("norm") is norm
-
-
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4), st.data())
 def test_rows_of_frames_are_written_where_they_were_taken(
     frames: int, rows: int, width: int, data: st.DataObject
@@ -133,17 +118,3 @@ def test_turns_of_a_call(turns: int) -> None:
     layer.attend(x, x, x)
     layer.attend(x, x, x)
     layer.end_block()
-
-
-@pytest.mark.parametrize("turns", [1, 2])
-def test_turns_of_adapters_are_the_same_in_all_calls(turns: int) -> None:
-    """There may be none of them, but not now and then. A failure: keys of a picture are read as another's."""
-    layer, x = CallsInTurn("blocks.0.attn", [None, None], 1), torch.zeros(1, 2, 1, 4)
-    for _ in range(2):
-        for _ in range(turns):
-            layer.attend(x, x, x)
-        layer.end_block()
-    for _ in range(3 - turns):
-        layer.attend(x, x, x)
-    with pytest.raises(StateError, match=f"attended {3 - turns} times in a call and {turns} times"):
-        layer.end_block()
