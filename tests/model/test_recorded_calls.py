@@ -15,9 +15,7 @@ from torch import Tensor
 
 import ditile
 from ditile.cli.outcome import list_outcome_lines, sum_reports, summarize_outcome
-from ditile.distributed.recording.tape import Tape
 from ditile.model.hooks.generation import Generation
-from ditile.model.hooks.kv_store import RememberedOutput
 from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
@@ -70,25 +68,6 @@ def test_a_call_that_makes_the_first_keys_is_not_recorded() -> None:
     assert second.recorded.as_code == {"the first step": 2, "it makes its first keys": 2}
 
 
-def record_first_patch(recorder: RecordedSteps) -> ref[Tape] | None:
-    """The tape of a first patch, if there is room for it; what it computes would be read by other patches."""
-    generation = Generation(calls=1, micro_step=MicroStep(1, 0))
-    model = torch.nn.Linear(2, 2)
-
-    def forward(x: Tensor) -> Tensor:
-        output = model(x)
-        generation.memory.outputs["module"] = RememberedOutput(output, None)
-        return output + 1
-
-    recorder.begin_generation()
-    with torch.no_grad():
-        for _ in range(2):
-            recorder.run_call(generation, model, forward, (torch.ones(2, 2),), {})
-    assert recorder.num_recorded == 1
-    (call,) = recorder._tapes._calls.values()
-    return None if call.tape is None else ref(call.tape)
-
-
 def test_the_memory_of_a_recorder_goes_with_it() -> None:
     """A failure means gigabytes until the next collection of cycles."""
     gc.disable()
@@ -100,18 +79,6 @@ def test_the_memory_of_a_recorder_goes_with_it() -> None:
         assert buffer() is None
     finally:
         gc.enable()
-
-
-def test_a_tape_that_goes_frees_its_memory() -> None:
-    """A failure means that memory is not there for the call for which older tapes have gone."""
-    recorder = RecordedSteps(OperatorSegments, limit_bytes=10_000)
-    tape = record_first_patch(recorder)
-    assert tape is not None
-    assert tape() is not None
-    recorder.end_generation()
-    recorder.begin_generation()
-    assert recorder._tapes.make_room(10_000)
-    assert tape() is None
 
 
 STEPS = 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 import ditile
 from ditile.distributed.recording.tape import CURRENT
 from ditile.model.hooks.generation import Generation
-from ditile.model.hooks.kv_store import AgeChecks, GenerationMemory
+from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.recording.kept_tapes import CallTape
 from ditile.model.recording.recorded_steps import LOOKS, RecordedSteps
 from ditile.plan.errors import PlanError
@@ -89,34 +88,6 @@ def test_played_steps_give_the_same_images(pool: Pool, name: str, axis: str) -> 
         assert recorded and played
         # Ranks that exchange keys record each form of a call anew; one rank alone does not.
         assert played > recorded or plan.world > 1
-
-
-def count_played_calls(name: str, plan: Plan) -> list[int]:
-    """The calls of each of three images that are played; with five steps, and for flux two branches of guidance."""
-    counts = []
-    with record_on_cpu() as recorders:
-        runner = ditile.parallelize(ZOO[name].make(), plan, cuda_graphs=True)
-        for seed in range(3):
-            before = recorders[0].num_played
-            generate(runner, name, seed)
-            counts.append(recorders[0].num_played - before)
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("name", "axis", "counts"),
-    [
-        ("flux", "tensor=2", [4, 10, 10]),
-        # Its first step makes keys.
-        ("flux", "distrifusion=2 warmup=1", [0, 4, 8]),
-        # Each patch has buffers of its own on the first stage, for which later patches ask later.
-        ("flux-2", "pipefusion=2 patches=2 warmup=1", [4, 8, 8]),
-    ],
-)
-def test_all_steps_of_later_images_are_played(pool: Pool, name: str, axis: str, counts: list[int]) -> None:
-    """With four steps the first one is a quarter of the image. A failure may mean that each image is recorded again."""
-    plan = Plan.parse(axis)
-    assert pool.run(count_played_calls, plan.world, name, plan) == [counts] * plan.world
 
 
 def list_dependent_calls(recorder: RecordedSteps) -> list[CallTape]:
@@ -277,36 +248,6 @@ def test_what_does_not_fit_runs_as_code() -> None:
     rounds, most_bytes, equal = generate_sizes(Plan(), 1000)
     assert most_bytes <= 1000
     assert all(equal)
-
-
-def test_nothing_of_old_sizes_stays() -> None:
-    """A failure means that a server of many sizes fills its GPU."""
-    plan = Plan(patches=2, warmup=1)
-    sizes_in_turn = range(32, 32 + 16 * 7, 16)
-    with record_on_cpu() as recorders:
-        runner = ditile.parallelize(ZOO["flux"].make(), plan, cuda_graphs=True)
-    generate(runner, "flux", height=sizes_in_turn[-1], width=sizes_in_turn[-1])
-    limit = 2 * recorders[0]._tapes.num_bytes
-    runner.forget_recorded_steps()
-    assert not recorders[0]._tapes.num_bytes
-    with record_on_cpu(limit_bytes=limit) as recorders:
-        runner = ditile.parallelize(ZOO["flux"].make(), plan, keep_weights=True, cuda_graphs=True)
-    tapes = recorders[0]._tapes
-    for size in sizes_in_turn:
-        generate(runner, "flux", height=size, width=size)
-        assert tapes.num_bytes <= limit
-    sizes = {call.size for call in tapes._calls.values() if call.tape is not None}
-    assert set(tapes._segments) == sizes
-    assert 0 < len(sizes) < 7
-    gc.collect()
-    assert len(tapes._statics) <= len(sizes) * 16
-    assert not [x for x in gc.get_objects() if isinstance(x, GenerationMemory) and x.key_bytes]
-    runner.restore()
-    gc.collect()
-    assert not tapes._calls
-    assert not tapes._segments
-    assert not tapes.num_bytes
-    assert not len(tapes._statics)
 
 
 def generate_with_one_recorder(name: str, plan: Plan, recording_rank: int) -> tuple[bool, int]:

@@ -14,17 +14,13 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import ditile
 from ditile.model.hooks.placeholders import LORA_LOADERS, SAVING_METHODS
 from ditile.plan.errors import StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
-from tests import tiny
 from tests.parallel.text.test_text import deeper
-from tests.pool import Pool, on_ranks
+from tests.pool import on_ranks
 from tests.runner.cases import run
-from tests.runner.loras import folder_of
-from tests.runner.loras import load as load_lora
 
 DIVIDED = [
     {"pipefusion": 2},
@@ -100,24 +96,3 @@ def test_a_part_of_a_pipeline_is_not_saved(tmp_path: Path, plan: dict[str, Any])
     copy.deepcopy(pipe)
     attributes = {name for owner in (pipe, *models) for name in vars(owner)}
     assert not attributes & {*SAVING_METHODS, *LORA_LOADERS}
-
-
-def load_and_save(model: Path, loras: Path, values: dict[str, Any], folder: Path) -> None:
-    plan = Plan(**values)
-    pipe = tiny.quiet(ditile.load(str(model), plan=plan))
-    refuse_all(pipe, [pipe.transformer], folder)
-    runner = parallelize(pipe, plan)
-    refuse_all(pipe, [pipe.transformer], folder)
-    # What loads a LoRA asks the model for the names that it has.
-    ditile.load_lora(pipe, loras / "one.safetensors", adapter_name="one")
-    if plan.tensor == 1:
-        load_lora("two")(pipe, loras)
-    run(runner, "flux", num_inference_steps=1)
-    refuse_all(pipe, [pipe.transformer], folder)
-
-
-@pytest.mark.parametrize("plan", [{"pipefusion": 2}, {"tensor": 2}], ids=str)
-def test_what_was_loaded_in_part_is_not_saved(pool: Pool, tmp_path: Path, plan: dict[str, Any]) -> None:
-    """A failure means that a pipeline which never was whole is saved, or that LoRAs cannot be loaded into one."""
-    tiny.flux().save_pretrained(tmp_path / "model")
-    pool.run(load_and_save, 2, tmp_path / "model", folder_of("flux", tmp_path), plan, tmp_path / "saved")

@@ -14,17 +14,12 @@ import torch
 from ditile.cli import main
 from ditile.plan import cost
 from ditile.plan.plan import Plan
-from ditile.planner import hardware
-from ditile.planner.profile import Link
-from ditile.planner.search import make_pricer
-from ditile.planner.seconds import DeviceLoad
 from ditile_lab.bench.cells import BenchCell
 from ditile_lab.bench.options import Workload
 from ditile_lab.bench.random_models import RandomModel
 from ditile_lab.bench.subjects import create_bench_subject
 from ditile_lab.machine import comparison, rank_steps
 from ditile_lab.machine.rank_steps import MeasuredCalls, measure_rank, measure_step
-from ditile_lab.machine.step_parts import compute_step_parts
 from tests.recorded_calls import record_on_cpu
 
 CPU = torch.device("cpu")
@@ -96,35 +91,6 @@ def test_a_rank_alone_sends_what_its_plan_says(text: str, recorded: bool) -> Non
         assert step.messages > 0
     after = pipe.transformer.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-
-
-def make_parts(text: str, loads: list[float], link: Link) -> Any:
-    subject = create_bench_subject(Workload(model=MODEL, height=SIDE, width=SIDE, steps=STEPS[1]))
-    cell = BenchCell(text, "", SIDE, SIDE)
-    job = subject.make_cost_job(cell)
-    assert job is not None
-    profile = replace(hardware.load_profile("h200-nvlink"), link=link)
-    pricer = make_pricer(subject.planner_subject, subject.make_planning_arguments(cell), profile)
-    return compute_step_parts(pricer, job, [DeviceLoad(seconds, 0.0) for seconds in loads])
-
-
-FREE = Link(latency_s=0.0, bandwidth=1e18)
-
-
-@pytest.mark.parametrize(
-    ("text", "loads", "step_s", "waiting_s"),
-    [
-        ("ulysses=2", [1.0], 1.0, 0.0),
-        ("pipefusion=2 patches=2", [1.0, 0.5], 1.0, 0.0),
-        # With one patch a stage waits for the other one.
-        ("pipefusion=2 patches=1", [1.0, 0.5], 1.5, 0.5),
-    ],
-)
-def test_the_slowest_stage_is_the_step_and_gaps_are_waiting(
-    text: str, loads: list[float], step_s: float, waiting_s: float
-) -> None:
-    parts = make_parts(text, loads, FREE)
-    assert parts == pytest.approx((step_s, 0.0, waiting_s), abs=1e-9)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from ditile.cli.main import main
 from ditile.plan.errors import ModelError
 from ditile.planner import hardware
 from ditile.planner.profile import Profile
-from ditile_lab.machine.host_fit import AloneLine, count_step, fit_profile, read_alone_lines
+from ditile_lab.machine.host_fit import AloneLine, fit_profile, read_alone_lines
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "data" / "gpu"
 H200 = hardware.load_profile("h200-nvlink")
@@ -49,31 +49,7 @@ def test_the_host_of_an_h200_is_fitted(tmp_path: Path) -> None:
     assert replace(fitted, block_s=H200.block_s, link=H200.link) == H200, "what lines do not say is the base's"
 
 
-def test_gaps_between_kernels_are_fitted_to_recorded_steps(tmp_path: Path) -> None:
-    """Of one recorded run, within a fifth of the profile's. Without recorded lines they stay those of the base."""
-    rows = read_h200_lines("h200-alone-2") + read_h200_lines("h200-recorded-steps-prototype", recorded=True)
-    base = replace(H200, kernel_gap_s=0.0)
-    fitted = fit_profile(base, read_alone_lines(write_lines(tmp_path / "alone.jsonl", rows)))
-    assert fitted.kernel_gap_s == pytest.approx(H200.kernel_gap_s, rel=0.2)
-    assert fitted.block_s == pytest.approx(H200.block_s, rel=0.1)
-
-
 LINE = AloneLine(model=MODEL, plan="ulysses=4", rank=0, steps=(6, 16), step_s=1.0, height=512, width=512, messages=115)
-
-
-def test_the_terms_of_a_known_host_are_found() -> None:
-    """Steps that are exactly as the terms say give them back; of a plan the slower rank counts, and its mean."""
-    block_s = 3e-3
-    call_s = 4e-4
-    lines = []
-    for plan, messages in (("ulysses=4", 115.0), ("pipefusion=4 patches=4", 8.0), ("ring=4", 172.0)):
-        line = replace(LINE, plan=plan, messages=messages)
-        step = count_step(H200, line)
-        step_s = block_s * step.blocks + call_s * messages + H200.micro_s * step.calls
-        lines += [replace(line, step_s=step_s * 0.9), replace(line, step_s=step_s * 1.1)]
-        lines.append(replace(line, rank=1, step_s=step_s / 2))
-    fitted = fit_profile(H200, lines)
-    assert (fitted.block_s, fitted.link.call_s) == pytest.approx((block_s, call_s), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -91,17 +91,6 @@ def test_a_switch_of_models_is_never_forecast_across() -> None:
             assert steps.weights[step] == pytest.approx(weights, abs=1e-5)
 
 
-def test_first_steps_are_forced_where_they_matter() -> None:
-    """With gains of a scheduler that hardly uses its first predictions, and with its own steps."""
-    vectors = np.cumsum(np.random.default_rng(0).normal(size=(12, 40)), axis=0)
-    gains = [0.01, 0.01, 0.01] + [0.1] * 9
-    measured = fit_budgets(vectors @ vectors.T, gains)
-    assert measured[0].size == 2
-    assert {1, 2} - set(measured[3].computed)
-    exact = fit_budgets(vectors @ vectors.T, gains, has_exact_gains=True)
-    assert all({0, 1, 2} <= set(budget.computed) for budget in exact)
-
-
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_schedules_belong_to_bundled_models(path: Path) -> None:
     """Each is small, is found by the weights of its model, and was measured."""

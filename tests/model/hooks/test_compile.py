@@ -19,7 +19,6 @@ from torch._inductor import config as inductor
 
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.runner import compose
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.model.hooks.compiling import WAYS, Counting
@@ -29,7 +28,6 @@ from tests.runner.cases import MAKE, run, same
 
 UNEVEN = {"patches": 3, "warmup": 1}  # 12 rows and the text: no two patches have equally many tokens
 MOST_GRAPHS = 4  # of a class of blocks
-CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -117,29 +115,6 @@ def test_a_runner_compiles_the_blocks_itself(monkeypatch: pytest.MonkeyPatch) ->
         pictures = [(run(runner, "flux", seed=seed), backend.take()) for seed in (7, 8)]
         check(uncompiled("flux", plan), ([p for p, _ in pictures], [g for _, g in pictures]))
         assert not any("forward" in vars(module) for module in pipe.transformer.modules()), "gone after the call"
-
-
-AUTO_PLANS = [("flux", UNEVEN), ("sd3.5 medium", {**UNEVEN, "pipefusion": 2})]
-
-
-def draw_as_on_cuda(name: str, plan: dict[str, Any]) -> tuple[list[Tensor], tuple[list[Tensor], list[Counter[str]]]]:
-    """Two pictures and two of `compile="auto"`, which is told that the device is a GPU."""
-    backend, real, decide = Counting(), torch.compile, compose.decide_compile
-    wanted = uncompiled(name, plan)
-    torch._dynamo.reset()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda fn: real(fn, backend=backend))
-        patch.setattr(compose, "decide_compile", lambda *given: decide(*given[:-2], CUDA, given[-1]))
-        runner = parallelize(MAKE[name](), Plan(**plan), compile="auto")
-        drawn = [(run(runner, name, seed=seed), backend.take()) for seed in (7, 8)]
-    return wanted, ([picture for picture, _ in drawn], [graphs for _, graphs in drawn])
-
-
-@pytest.mark.parametrize(("name", "plan"), AUTO_PLANS)
-def test_auto_makes_at_most_four_graphs_of_a_class_of_blocks(pool: Pool, name: str, plan: dict[str, Any]) -> None:
-    """Synchronous and asynchronous steps, patches of unequal heights: more graphs would be a wait in mid-picture."""
-    for wanted, got in pool.run(draw_as_on_cuda, Plan(**plan).world, name, plan):
-        check(wanted, got)
 
 
 def test_another_word_than_auto_is_refused() -> None:
