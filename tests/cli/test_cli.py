@@ -94,20 +94,6 @@ def test_bad_input_is_one_line(
     assert says in refused(capsys, *words)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("serve", "--model", "shapes-flux", "--lora-dir"),
-        ("generate", "a", "--image"),
-    ],
-    ids=lambda words: words[0] + words[-1],
-)
-def test_a_name_that_is_too_long(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
-    """A failure means a traceback of the file system."""
-    assert words[-1].removeprefix("--").replace("-", "_") in refused(capsys, *words, "x" * 300).replace("-", "_")
-
-
 def make_png_header(side: int) -> bytes:
     """A PNG that claims to have so many pixels on a side, and has none."""
     size = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)

@@ -9,10 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 import ditile
-from ditile.distributed.backend import explain_no_graphs
 from ditile.distributed.recording.tape import Action, Message, Recording, exchange_tensors
 from ditile.model.hooks.generation import Generation
 from ditile.model.recording import recorded_steps
@@ -133,17 +131,6 @@ def test_no_error_of_a_capture_reaches_a_call(error: type[Exception]) -> None:
     assert all(map(torch.equal, run_calls(recorder, 4), run_calls(RecordedSteps(OperatorSegments), 4)))
     assert not recorder.num_played
     assert recorder.failure == f"a recording failed: {error.__name__}"
-
-
-def test_what_cannot_undo_a_failed_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    assert not explain_no_graphs()
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    assert "torch's own allocator" in explain_no_graphs()
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cu130"))
-    assert "needs torch 2.13, and this is 2.12.1+cu130" in explain_no_graphs()
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert "HIP" in explain_no_graphs()
 
 
 def test_a_call_that_is_traced_runs_as_code() -> None:

@@ -25,7 +25,6 @@ from ditile.plan.errors import RankError, StateError, StoppedError
 from ditile.plan.plan import Plan
 from ditile.runner.compose import find_loop_models
 from ditile.runner.runner import Runner, parallelize
-from tests import tiny
 from tests.parallel.sequence.planned import wan_pipeline
 from tests.pool import Pool, fork_ranks, on_ranks
 from tests.runner.cases import MAKE, call_of, divided, draw_plain, run, same
@@ -40,11 +39,6 @@ def make_pipeline(name: str) -> tuple[Any, Callable[[], dict[str, Any]]]:
     if name == "wan":
         pipe, call = wan_pipeline()
         return pipe, lambda: call | {"num_inference_steps": STEPS, "generator": torch.Generator().manual_seed(3)}
-    if name == "unet":
-        return (
-            tiny.stable_diffusion(),
-            lambda: call_of("sd3", num_inference_steps=STEPS) | {"max_sequence_length": None},
-        )
     pipe = MAKE[name.removesuffix(" with a cache")]()
     if name.endswith(" with a cache"):
         cache = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1, residual_diff_threshold=0.9)
@@ -129,7 +123,6 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "cfg": ("sd3", {"cfg": 2}),
     "data": ("flux", {"data": 2}),
     "two transformers": ("wan", {"pipefusion": 2, "warmup": 2}),
-    "U-Net": ("unet", {"data": 2}),
     "cache": ("flux with a cache", {"pipefusion": 2, "warmup": 1}),
     "pixart": ("pixart sigma", {"pipefusion": 2, "warmup": 1}),
 }
@@ -152,34 +145,6 @@ def test_a_stop_outside_of_the_steps(pool: Pool, plan: dict[str, Any]) -> None:
     """While text is encoded it counts from the first step; while a picture is decoded it comes too late, for all."""
     assert pool.run(stop_at, 2, "sd3", plan, 1, BEFORE) == [(True, [])] * 2
     assert pool.run(stop_at, 2, "sd3", plan, 1, DECODING) == [(False, [])] * 2
-
-
-def stop_and_draw() -> None:
-    """On a launched rank: it catches the stop, and draws on."""
-    runner = parallelize(MAKE["flux"](), Plan(pipefusion=2, warmup=1), device="cpu")
-
-    def stop_first(*_: Any) -> dict[str, Any]:
-        if dist.get_rank() == 0:
-            runner.stop()
-        return {}
-
-    with pytest.raises(StoppedError):
-        run(runner, "flux", callback_on_step_end=stop_first, callback_on_step_end_tensor_inputs=[])
-    run(runner, "flux")
-
-
-def leave_by_stop() -> None:
-    runner = parallelize(MAKE["flux"](), device="cpu")
-    run(
-        runner, "flux", callback_on_step_end=lambda *_: runner.stop() or {}, callback_on_step_end_tensor_inputs=[]
-    )  # fmt: skip
-
-
-def test_a_stop_is_no_failure_of_a_rank(forked_ranks: None) -> None:
-    """A failure means that whoever watches the ranks ends them all because a picture was not wanted any more."""
-    launch(stop_and_draw, 2)
-    with pytest.raises(ditile.StoppedError, match=r"runner\.stop"):
-        launch(leave_by_stop, 1)
 
 
 NAME, FAILED_STEPS, LAST = "flux true cfg", 6, 3
