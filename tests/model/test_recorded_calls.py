@@ -1,4 +1,4 @@
-"""What a report says of recorded calls, when their tapes go, and the weights and LoRAs that they see change."""
+"""What a report says of recorded calls, and the weights, scales and settings that they see change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run from the first cell to the last, and hold no outputs."""
+"""The notebooks of examples/ run from the first cell to the last."""
 
 from __future__ import annotations
 

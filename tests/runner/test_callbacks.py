@@ -1,4 +1,4 @@
-"""Callbacks, interrupts and the progress bar: once per step, whatever the patches, and alike on every rank.
+"""Callbacks, interrupts and watchers: once per step, whatever the patches, and alike on every rank.
 
 xDiT crashes on callbacks or calls them once per patch with old latents, and an interrupt on one rank hangs the others.
 """

@@ -1,4 +1,4 @@
-"""LoRAs as trainers write them, with the names of diffusers, kohya and ComfyUI; damaged ones; and what is left out."""
+"""LoRAs as trainers write them, with the names of diffusers, kohya and ComfyUI; and damaged ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds: its share of the weights, keys and values of its own layers, and nothing after the call."""
+"""What a rank holds: its share of the weights, and nothing after the call."""
 
 from __future__ import annotations
 

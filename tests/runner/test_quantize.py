@@ -1,4 +1,4 @@
-"""Quantized models stay near the plain ones, in fewer bytes; what cannot be done is refused before anything changes."""
+"""Quantized models stay near the plain ones, in fewer bytes, under plans too."""
 
 from __future__ import annotations
 

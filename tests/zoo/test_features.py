@@ -1,4 +1,4 @@
-"""What families with a spec have, those whose anatomy is derived have too: warmup modes, LoRAs, the table of ranks."""
+"""Keys of warmup modes, and calls in which a prompt or the blocks change, of pipelines of many families."""
 
 from __future__ import annotations
 

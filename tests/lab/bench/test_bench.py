@@ -1,4 +1,4 @@
-"""The arithmetic of `ditile bench`: which plans a sweep has, what rows say, what is measured again, what is exposed."""
+"""The arithmetic of `ditile bench`: what rows say, what is measured again, and what is exposed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every figure is drawn: axes say what they show and in what unit, files are there, and no text lies on another."""
+"""Every figure is drawn, and its files are there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ditile bench --alone`: a rank sends what its plan says, takes the slope of its calls, and leaves torch as it was."""
+"""`ditile bench --alone`: a rank sends what its plan says, and takes the slope of its calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ditile evaluate`: captions, settings, resumed rows, distances, what a budget picks, and the files that it writes."""
+"""`ditile evaluate`: captions, means, resumed rows, and the files that it writes."""
 
 from __future__ import annotations
 

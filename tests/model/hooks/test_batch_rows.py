@@ -1,4 +1,4 @@
-"""Rows of a batched call, cut and joined again; and surveys of models on other devices."""
+"""Rows of a batched call, cut and joined again."""
 
 from __future__ import annotations
 

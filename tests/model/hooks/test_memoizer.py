@@ -1,4 +1,4 @@
-"""What is computed in front of the blocks is computed once where it does not depend on the latents, and only there."""
+"""What is computed in front of the blocks is computed once where it does not depend on the latents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which elements belong to a patch or a piece: of latents, tokens, masks and placeholders, and of calls in turn."""
+"""Which elements belong to a patch or a piece: of latents, tokens and masks, and of calls in turn."""
 
 from __future__ import annotations
 
