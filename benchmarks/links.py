@@ -120,7 +120,7 @@ def measure_links(options: argparse.Namespace) -> list[Row]:
                 f"links join two hosts of one rank each, and {cell.display_label!r} needs {cell.num_ranks} rank(s); "
                 "give plans of 2"
             )
-    words = ["bench", "--plans", plans, "--model", work.model, "--output", "latent", "--no-figures"]
+    words = ["bench", "--plans", plans, "--model", work.model, "--output", "latent"]
     words += ["--rounds", str(options.rounds), "--threads", str(options.threads)]
     for name in ("height", "width", "steps"):
         if getattr(options, name) is not None:
@@ -138,7 +138,7 @@ def measure_links(options: argparse.Namespace) -> list[Row]:
 
 def _read_link_rows(folder: Path, rate: str, subject: BenchSubject, *, plain: bool) -> list[Row]:
     """The rows of one rate, with predictions for its link; the plain pipeline's only if `plain`, as it uses none."""
-    profile = load_prediction_profile(Comparison(plans="cfg=2", no_figures=True))
+    profile = load_prediction_profile(Comparison(plans="cfg=2"))
     rows = []
     for line in (folder / ROWS).read_text("utf-8").splitlines():
         row = json.loads(line)

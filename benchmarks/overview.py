@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from ditile_lab.palette import choose_plan_colour
+from benchmarks.palette import choose_plan_colour
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 

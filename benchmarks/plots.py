@@ -23,10 +23,10 @@ from matplotlib import pyplot as plt
 
 from benchmarks.cache_quality import average_image_rows, find_speed_quality_front, read_image_rows
 from benchmarks.cache_settings import OURS, THEIRS
+from benchmarks.palette import COLOURS, MARKERS, ONE_RANK_COLOUR
 from benchmarks.sweep_figures import set_logarithmic_scale
+from benchmarks.tradeoff import draw_tradeoff
 from ditile.plan.schedule import MicroStep, PatchSchedule
-from ditile_lab.palette import COLOURS, MARKERS, ONE_RANK_COLOUR
-from ditile_lab.quality.figures import draw_tradeoff
 from ditile_lab.rows import Row, list_values
 
 FRESH, STALE = "#4477aa", "#dddddd"

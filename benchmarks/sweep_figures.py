@@ -17,26 +17,27 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullLocator
 
-from benchmarks.two_hosts import parse_link_rate
-from ditile.distributed.files import write_atomically
-from ditile.plan.plan import Plan
-from ditile_lab.bench.cells import ONE_RANK
-from ditile_lab.bench.figures import (
+from benchmarks.latency_bars import (
     DIAMOND,
     STYLE,
     WIDTH,
     create_bar_axes,
     describe_row_method,
+    draw_latency_bars,
     find_most_seconds,
     label_whiskers,
     list_plan_rows,
     place_legend_below,
     save_bench_figure,
 )
+from benchmarks.palette import MARKERS, NAMES, assign_plan_colours, choose_plan_colour
+from benchmarks.two_hosts import parse_link_rate
+from ditile.distributed.files import write_atomically
+from ditile.plan.plan import Plan
+from ditile_lab.bench.cells import ONE_RANK
 from ditile_lab.bench.runs import ROWS
 from ditile_lab.bench.sweeps import WARMUP_MODES
 from ditile_lab.bench.tables import find_peak_rank, make_rows_title
-from ditile_lab.palette import MARKERS, NAMES, assign_plan_colours, choose_plan_colour
 from ditile_lab.rows import Row
 
 MEMORY_PARTS = (
@@ -210,8 +211,17 @@ def draw_resolution_panels(rows: Sequence[Row]) -> Any:
 
 
 FIGURES: dict[str, dict[str, Callable[[Sequence[Row]], Any]]] = {
-    "methods": {"methods-memory": draw_memory_bars, "methods-exposed": draw_exposed_bars},
-    "plans": {"plans-memory": draw_memory_bars, "plans-exposed": draw_exposed_bars},
+    "methods": {
+        "methods-latency": draw_latency_bars,
+        "methods-memory": draw_memory_bars,
+        "methods-exposed": draw_exposed_bars,
+    },
+    "plans": {
+        "plans-latency": draw_latency_bars,
+        "plans-memory": draw_memory_bars,
+        "plans-exposed": draw_exposed_bars,
+    },
+    "cache": {"cache-latency": draw_latency_bars},
     "scaling": {"scalability": draw_scalability_lines},
     "patches": {"patches": draw_patch_count_lines},
     "resolution": {"resolution": draw_resolution_panels},

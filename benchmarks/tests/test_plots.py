@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import plots
 from benchmarks.cache_settings import OURS, THEIRS
-from tests.lab.bench.test_figures import assert_apart
+from benchmarks.tests.drawn import assert_apart
 
 
 def test_quality_over_speed_of_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,19 +8,21 @@ import pytest
 from matplotlib import pyplot as plt
 from PIL import Image
 
-from benchmarks import sweep_figures
+from benchmarks import palette, sweep_figures
+from benchmarks.latency_bars import STYLE, list_plan_rows
+from benchmarks.tests.drawn import assert_apart, make_rows
 from ditile.plan.plan import Plan
-from ditile_lab import palette
-from ditile_lab.bench import figures, runs, sweeps
+from ditile_lab.bench import runs, sweeps
 from ditile_lab.bench.cells import ONE_RANK, BenchCell
 from ditile_lab.rows import Row
 from tests.lab.bench.test_bench import all_fit
 from tests.lab.bench.test_bench import run as ran
-from tests.lab.bench.test_figures import assert_apart, make_rows
 
 RATES = ("100mbit", "1gbit", "10gbit")
 SIDES = (256, 512, 1024, 2048)
 LABELS: dict[str, list[tuple[str, str]]] = {
+    "methods-latency": [("seconds of a call", "")],
+    "cache-latency": [("seconds of a call", "")],
     "methods-memory": [("MB)", "")],
     "methods-exposed": [("share of the denoising time in which a rank waits for messages (%", "")],
     "scalability": [("ranks", "speed-up over one rank (times)")],
@@ -36,7 +38,7 @@ def rows_of(sweep: str) -> list[Row]:
     if sweep == "links":
         rows = []
         for rate in RATES:
-            rows += [row | {"link": rate} for row in figures.list_plan_rows(rows_of("methods"))]
+            rows += [row | {"link": rate} for row in list_plan_rows(rows_of("methods"))]
         return [*(row for row in rows_of("methods") if row["plan"] == ONE_RANK), *rows]
     sizes: list[tuple[int | None, int | None]] = [(512, 512)]
     if sweep == "resolution":
@@ -48,7 +50,7 @@ def rows_of(sweep: str) -> list[Row]:
 def test_axes_say_what_and_in_which_unit(sweep: str) -> None:
     """A failure means a figure that cannot be read without the program that drew it."""
     for name, draw in sweep_figures.FIGURES[sweep].items():
-        with plt.rc_context(figures.STYLE):
+        with plt.rc_context(STYLE):
             figure = draw(rows_of(sweep))
             labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in figure.axes]
             for (x, y), (along, upwards) in zip(labels, LABELS[name], strict=True):
@@ -85,7 +87,7 @@ def test_a_method_has_one_colour_in_all_figures() -> None:
         plt.close(figure)
 
 
-@pytest.mark.parametrize("sweep", ["methods", "scaling", "patches", "resolution", "links", "warmup"])
+@pytest.mark.parametrize("sweep", ["methods", "cache", "scaling", "patches", "resolution", "links", "warmup"])
 def test_files_are_written(tmp_path: Path, sweep: str) -> None:
     files = sweep_figures.draw_sweep_files(sweep, rows_of(sweep), tmp_path)
     if sweep == "warmup":

@@ -72,9 +72,7 @@ def _run_evaluate_command(arguments: argparse.Namespace) -> int:
     evaluation = run_evaluation(options, judge, session)
     if evaluation is not None:
         remarks = [f"- {remark}" for remark in list_table_remarks(evaluation)]
-        print_parts(
-            make_console(), [*build_evaluation_tables(evaluation, options), *remarks, f"written: {session.out}"]
-        )
+        print_parts(make_console(), [*build_evaluation_tables(evaluation), *remarks, f"written: {session.out}"])
     return 0
 
 
@@ -119,7 +117,7 @@ COMMANDS = {
     "bench": Command(
         _run_bench_command,
         "measure plans side by side",
-        "Measure plans and caches against one rank, interleaved in one session; rows, a table and figures.",
+        "Measure plans and caches against one rank, interleaved in one session; rows and a table.",
         {Comparison: "comparison", Workload: "workload"},
     ),
     "evaluate": Command(

@@ -23,12 +23,11 @@ else:
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-TOOLS = {"dev", "docs", "release"}
+TOOLS = {"dev", "docs", "plots", "release"}
 """Extras that bring tools for the repository, and nothing that the package imports."""
 IN_NO_EXTRA = {"bitsandbytes", "cache_dit", "ImageReward", "torch_fidelity", "torchvision", "xfuser"}
 """Packages that are used where they are installed, each after a look for it in the same module."""
 BEHIND_A_CHECK: Mapping[str, set[str]] = {
-    "ditile_lab.bench.figures": {"plots"},
     "ditile.runner.weights.convrot_weight": {"quantize"},
     "ditile.runner.weights.gguf_file": {"gguf"},
     "ditile.serve.page.layout": {"serve", "page"},

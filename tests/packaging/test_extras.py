@@ -168,7 +168,6 @@ def test_the_base_draws(base: Environment) -> None:
     ("words", "extra"),
     [
         (("serve",), "serve"),
-        (("bench", "--plans", "ulysses=2"), "plots"),
         (("generate", PROMPT, "--model", "shapes-wan", "--out", "a.mp4"), "video"),
     ],
 )
@@ -236,7 +235,7 @@ def test_bitsandbytes(tmp_path: Path) -> None:
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("extra", [*EXTRAS, "docs", "dev"])
+@pytest.mark.parametrize("extra", [*EXTRAS, "docs", "plots", "dev"])
 def test_no_extra_moves_torch(wheel: Path, tmp_path: Path, extra: str) -> None:
     """With the oldest torch that is supported, which a driver may ask for. A failure means that the GPUs are gone."""
     venv.create(tmp_path / "environment", symlinks=True)
@@ -254,19 +253,12 @@ def test_no_extra_moves_torch(wheel: Path, tmp_path: Path, extra: str) -> None:
     assert "ditile" in chosen and not chosen & {"torch", "torchvision"}
 
 
-def test_plots(make: Make) -> None:
-    made = make("plots")
-    made.run_ditile("bench", "--plans", "ulysses=2", "--rounds", "1", "--steps", "2", "--out", "bench")
-    check_picture(next((made.work / "bench").glob("*.png")))
-
-
 def test_evaluate(make: Make) -> None:
     made = make("evaluate")
     words = ("--model", "shapes-flux-turbo", "--plans", "pipefusion=2", "--num", "2", "--out", "evaluation")
     made.run_ditile("evaluate", *words)
     evaluation = json.loads((made.work / "evaluation" / "evaluation.json").read_text("utf-8"))
     assert {"psnr", "ssim"} <= evaluation["metrics"].keys()
-    assert evaluation["absent"]["pareto.png"] == "matplotlib is not installed"
 
 
 def test_ray(make: Make) -> None:

@@ -21,7 +21,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "lora": ("peft",),
     "quantize": ("torchao",),
     "gguf": ("gguf",),
-    "plots": ("matplotlib",),
     "video": ("av", "ftfy"),
     "serve": (
         "fastapi",

@@ -1,4 +1,4 @@
-"""`ditile bench`: measures plans side by side, and writes rows and figures. It resumes the runs of a folder."""
+"""`ditile bench`: measures plans side by side, and writes rows. It resumes the runs of a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ditile.distributed.backend import pick_device
 from ditile.distributed.launch import launch
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.extras import require_extra
 from ditile.plan.plan import Plan
 from ditile.planner.memory import count_rank_memory
 from ditile.planner.profile import Profile
@@ -35,11 +34,8 @@ from ditile_lab.bench.tables import make_bench_tables
 from ditile_lab.machine.comparison import make_alone_tables, measure_plans_alone
 from ditile_lab.rows import Row
 
-PLANS = "plans"
-"""The name of the sweep if plans were given."""
-FIGURE_SWEEPS = (PLANS, "methods", "cache")
 UNKNOWN = "no predictions, as this machine was not measured yet: run `ditile calibrate`"
-CURVES = "the curves of a sweep: python -m benchmarks.sweep_figures, in a checkout"
+FIGURES = "figures of these rows: python -m benchmarks.sweep_figures, in a checkout"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +52,7 @@ class BenchResult:
 
 
 def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
-    """Measure the runs missing in the folder, and write rows and figures. Returns None on torchrun's other ranks.
+    """Measure the runs missing in the folder, and write rows. Returns None on torchrun's other ranks.
 
     Raises:
         DitileError: if a plan, a size or a cache does not fit; nothing was measured or written then.
@@ -70,8 +66,7 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
         return BenchResult(tables=make_alone_tables(rows), remarks=notes)
     subject = create_bench_subject(work)
     ranks = _count_sweep_ranks(compared)
-    cells_by_sweep = _list_cells_by_sweep(compared, work, subject, ranks)
-    cells = _flatten(cells_by_sweep.values())
+    cells = _list_cells(compared, work, subject, ranks)
     # This comes before ranks are started, because it raises for cells that do not fit.
     jobs = {cell: subject.make_cost_job(cell) for cell in _add_baselines(cells)}
     most_ranks = _count_ranks_to_start(cells)
@@ -91,20 +86,15 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
     _run_sessions(task, most_ranks)
     if place is not None and place.rank:
         return None
-    return _write_results(compared, cells_by_sweep, task, predictions, remarks)
-
-
-def _flatten(groups: Iterable[Sequence[BenchCell]]) -> list[BenchCell]:
-    """Return the cells of all groups, each once."""
-    cells: list[BenchCell] = []
-    for group in groups:
-        cells += group
-    return list(dict.fromkeys(cells))
+    return _write_results(compared, cells, task, predictions, remarks)
 
 
 def _add_baselines(cells: Iterable[BenchCell]) -> list[BenchCell]:
-    """Return the cells, each after the plain pipeline of its size."""
-    return _flatten([cell.one_rank_baseline, cell] for cell in cells)
+    """Return the cells, each once and after the plain pipeline of its size."""
+    paired: dict[BenchCell, None] = {}
+    for cell in cells:
+        paired |= {cell.one_rank_baseline: None, cell: None}
+    return list(paired)
 
 
 def _count_missing_rounds(compared: Comparison, task: BenchTask, cells: Iterable[BenchCell]) -> dict[BenchCell, int]:
@@ -130,37 +120,25 @@ def _list_remarks(task: BenchTask, profile: Profile | None, most_ranks: int) -> 
 
 def _write_results(
     compared: Comparison,
-    cells_by_sweep: Mapping[str, Sequence[BenchCell]],
+    cells: Iterable[BenchCell],
     task: BenchTask,
     predictions: Mapping[str, runs.Prediction],
     remarks: list[str],
 ) -> BenchResult:
-    """Write rows and figures of all runs in the folder."""
+    """Write the rows of all runs in the folder."""
     # These are all runs in the folder, including runs of earlier calls.
     rows = runs.summarize_runs(runs.read_runs(compared.out), predictions)
     files = [runs.write_bench_rows(compared.out, rows)]
     row_by_key = {row["key"]: row for row in rows}
-    rows_by_sweep = {}
-    for sweep, cells in cells_by_sweep.items():
-        keys = [task.keys[cell] for cell in _add_baselines(cells)]
-        rows_by_sweep[sweep] = [row_by_key[key] for key in keys if key in row_by_key]
-    if not compared.no_figures:
-        require_extra("plots", "a figure")
-        from ditile_lab.bench.figures import draw_bench_figure
-
-        for sweep, sweep_rows in rows_by_sweep.items():
-            if sweep in FIGURE_SWEEPS:
-                files += draw_bench_figure(sweep, sweep_rows, Path(compared.out))
     shown: dict[str, Row] = {}
-    for sweep_rows in rows_by_sweep.values():
-        shown |= {row["key"]: row for row in sweep_rows}
+    for cell in _add_baselines(cells):
+        key = task.keys[cell]
+        if key in row_by_key:
+            shown[key] = row_by_key[key]
     if compared.submit is not None:
         files.append(Path(compared.submit))
         Submission.from_rows(list(shown.values())).write(files[-1])
-    remarks = [*remarks]
-    if not set(cells_by_sweep) <= set(FIGURE_SWEEPS):
-        remarks.append(CURVES)
-    remarks.append(f"written: {', '.join(map(str, files))}")
+    remarks = [*remarks, FIGURES, f"written: {', '.join(map(str, files))}"]
     return BenchResult(tables=make_bench_tables(list(shown.values())), remarks=remarks)
 
 
@@ -174,25 +152,24 @@ def _count_sweep_ranks(compared: Comparison) -> int:
     return max(2, torch.cuda.device_count())
 
 
-def _list_cells_by_sweep(
-    compared: Comparison, work: Workload, subject: BenchSubject, ranks: int
-) -> dict[str, list[BenchCell]]:
-    """Return the cells of each sweep."""
+def _list_cells(compared: Comparison, work: Workload, subject: BenchSubject, ranks: int) -> list[BenchCell]:
+    """Return the cells of the plans, or of all sweeps, each once."""
     if compared.plans is not None:
         cells = parse_cells(compared.plans)
-        return {PLANS: [cell._replace(height=work.height, width=work.width) for cell in cells]}
-    cells_by_sweep = {}
+        return list(dict.fromkeys(cell._replace(height=work.height, width=work.width) for cell in cells))
+    cells = []
     for name in compared.sweep_names:
         sizes = [(work.height, work.width)]
         if name == "resolution":
             sizes = _choose_sweep_sizes(compared, work, subject)
         fits = _make_fit_check(subject, *sizes[0])
-        cells_by_sweep[name] = sweeps.list_sweep_cells(name, ranks, sizes, fits)
-        if not cells_by_sweep[name]:
+        sweep_cells = sweeps.list_sweep_cells(name, ranks, sizes, fits)
+        if not sweep_cells:
             # It raises if the size does not fit, rather than the plans.
             subject.make_cost_job(BenchCell(str(Plan()), "", *sizes[0]))
             raise PlanError(f"sweep {name!r}: no plan of {ranks} ranks fits {subject.name}; try other --ranks")
-    return cells_by_sweep
+        cells += sweep_cells
+    return list(dict.fromkeys(cells))
 
 
 def _make_fit_check(subject: BenchSubject, height: int | None, width: int | None) -> sweeps.Fits:

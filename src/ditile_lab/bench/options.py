@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.extras import require_extra
 from ditile.plan.option_classes import Counts, Ranks, Rounds, Seconds, define_option, options
 from ditile.runner.requests.options import DeviceOptions, ModelName, ModelOptions
 from ditile.runner.requests.outputs import check_output_files
@@ -44,11 +43,10 @@ class Comparison:
         example="256,512",
     )
     rounds: Rounds = define_option(3, "interleaved rounds that count")
-    out: str = define_option("ditile-bench", "folder for rows, runs and figures; resumes what it has", metavar="FOLDER")
+    out: str = define_option("ditile-bench", "folder for rows and runs; resumes what it has", metavar="FOLDER")
     submit: str | None = define_option(
         None, "write a file for docs/results.md: card, versions, plans, seconds, digests of images", metavar="FILE"
     )
-    no_figures: bool = define_option(False, "write no figures, which need matplotlib")
     profile: str | None = define_option(
         None,
         "predict for this machine, as `ditile calibrate` wrote it; by default what it keeps",
@@ -72,9 +70,6 @@ class Comparison:
             raise PlanError(f"submit={self.submit!r} is for whole images, and --alone makes none")
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
-        # Ranks measured alone have no figure.
-        if not self.no_figures and not self.alone:
-            require_extra("plots", "the figure of a bench", instead=", or give --no-figures")
 
     def _check_sweeps(self) -> None:
         for name in self.sweep_names:

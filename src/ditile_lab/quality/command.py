@@ -2,8 +2,8 @@
 
 For every caption the original pipeline (one process, no cache) and each plan with each cache make an image from the
 same seed. Each image is compared with the original pipeline's image and with its caption; sets of images are compared
-with the original pipeline's set and with reference images. The results are a table, `evaluation.json`, a sheet of
-images side by side, and a figure of quality over latency (docs/evaluation.md).
+with the original pipeline's set and with reference images. The results are a table, `evaluation.json`, and a sheet of
+images side by side (docs/evaluation.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ditile.distributed.launch import launch
 from ditile.distributed.torchrun import leave_process_group
 from ditile.model.call_families import FAMILIES
 from ditile.plan.errors import ModelError, join_error_lines
-from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
 from ditile.plan.version import __version__
 from ditile.planner.dry_run import build_dry_run_job
@@ -33,8 +32,7 @@ from ditile.runner.requests.facts import build_dry_run_call
 from ditile.runner.requests.pictures import hide_local_path, save_picture_with_texts
 from ditile.runner.requests.prepare import silence_libraries
 from ditile_lab.quality.captions import Caption, load_captions
-from ditile_lab.quality.figures import SHEET_ROWS, draw_contact_sheet, draw_tradeoff
-from ditile_lab.quality.methods import METHODS_FILE, build_methods_table, draw_methods
+from ditile_lab.quality.contact_sheet import SHEET_ROWS, draw_contact_sheet
 from ditile_lab.quality.metrics import check_torchmetrics
 from ditile_lab.quality.options import ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions, SessionOptions
 from ditile_lab.quality.scores import MetricPanel
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
 DEFAULT_NUM_CAPTIONS = 10
 EVALUATION_FILE = "evaluation.json"
 CONTACT_SHEET_FILE = "contact-sheet.png"
-PARETO_FILE = "pareto.png"
 INTERLEAVED = (
     "each caption by the original and all settings in turn, one session for each number of ranks, in an order that "
     "rotates; seconds of the whole call (text, denoising, decoding), ratios within a turn, medians over captions"
@@ -107,10 +104,8 @@ def run_evaluation(options: EvaluateOptions, judge: JudgeOptions, session: Sessi
     return evaluation.judge(panel, rows)
 
 
-def build_evaluation_tables(evaluation: Row, options: EvaluateOptions) -> list[Table | str]:
+def build_evaluation_tables(evaluation: Row) -> list[Table | str]:
     """Build the means of an evaluation for a terminal: numbered tables, and a line for each setting."""
-    if options.methods:
-        return build_methods_table(evaluation, options.method_lines)
     columns: dict[str, list[str]] = {"ranks": [], "seconds": [], "latency": [], "speed-up": [], "saved, %": []}
     measures = [(name, about["title"], about["digits"]) for name, about in evaluation["metrics"].items()]
     if evaluation["frechet"] is not None:
@@ -279,9 +274,6 @@ class Evaluation:
         settings = [setting for setting in ordered if setting in complete]
         judged = panel.judge_settings(self.folder, rows, settings, count)
         self.folder.write_image_scores(rows, self.captions, self.options.seed)
-        absent = dict(judged.absent)
-        if not is_installed("matplotlib"):
-            absent[PARETO_FILE] = "matplotlib is not installed"
         how = ONE_AT_A_TIME if self.session.one_at_a_time else INTERLEAVED
         evaluation = {
             "model": self.options.model,
@@ -294,19 +286,15 @@ class Evaluation:
                 **_describe_machine(),
             },
             "metrics": judged.metrics,
-            "absent": absent,
+            "absent": judged.absent,
             "frechet": judged.frechet,
             "resize": panel.side,
             "references": judged.references,
             "settings": [row | judged.distances[row["setting"]] for row in summarize_settings(rows, settings, count)],
         }
-        # This is written before the figures, which are less important and may fail.
+        # This is written before the sheet, which is less important and may fail.
         files.write_json_file(self.folder.out / EVALUATION_FILE, evaluation)
         self._write_contact_sheet(settings, rows)
-        if PARETO_FILE not in absent:
-            draw_tradeoff(evaluation, self.folder.out / PARETO_FILE)
-            if self.options.methods:
-                draw_methods(evaluation, self.options.method_lines, self.folder.out / METHODS_FILE)
         return evaluation
 
     def _write_contact_sheet(self, settings: Sequence[EvaluationSetting], rows: Mapping[ImageKey, Row]) -> None:

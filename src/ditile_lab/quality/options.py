@@ -10,13 +10,12 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from ditile.cache.config_text import NO_CACHE
-from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS, read_shipped_schedules
+from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.option_classes import CallArguments, Count, Ranks, Scale, define_option, options
 from ditile.plan.plan import Plan
-from ditile.runner.model_files import defaults
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.facts import build_dry_run_call, count_request_steps
+from ditile.runner.requests.facts import count_request_steps
 from ditile.runner.requests.options import (
     GUIDANCE,
     CallOptions,
@@ -27,9 +26,6 @@ from ditile.runner.requests.options import (
     Strength,
 )
 from ditile.runner.requests.outputs import check_output_files
-from ditile_lab.quality.methods import SCHEDULE, list_method_lines
-
-DEFAULT_PLANS = "pipefusion=2 patches=4; ulysses=2"
 
 
 class EvaluationSetting(NamedTuple):
@@ -78,14 +74,13 @@ class EvaluateOptions(ModelOptions):
         PlanError: if a plan cannot be read, has data above 1, or there is none besides the original.
     """
 
-    plans: str = define_option(DEFAULT_PLANS, "plans, with ; between them; pipefusion=1 is one process")
+    plans: str = define_option(
+        "pipefusion=2 patches=4; ulysses=2", "plans, with ; between them; pipefusion=1 is one process"
+    )
     caches: str | None = define_option(
         None,
         f"caches for each plan, with ; between them (docs/caching.md); by default {NO_CACHE}, and DBCache",
         metavar="LINES",
-    )
-    methods: bool = define_option(
-        False, "compare all methods that skip work, with some settings each, on one rank; in place of plans and caches"
     )
     captions: str = define_option("bundled", "bundled, a file of one per line, or coco:FILE of annotations", reads=True)
     num: Count | None = define_option(None, "captions to generate; 10, or all if there are fewer")
@@ -95,10 +90,6 @@ class EvaluateOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         self.build_generate_options()
-        if self.methods and (self.plans, self.caches) != (DEFAULT_PLANS, None):
-            raise ModelError("methods has plans and caches of its own; leave --plans and --caches out")
-        if self.methods and not self.candidate_settings:
-            raise PlanError("methods: each of them needs more steps than this image has; give more --steps")
         if not self.candidate_settings:
             caches = "; ".join(self.cache_lines)
             raise PlanError(f"plans={self.plans!r} and caches={caches!r} leave nothing besides the original")
@@ -106,8 +97,6 @@ class EvaluateOptions(ModelOptions):
     @property
     def candidate_settings(self) -> list[EvaluationSetting]:
         """Return all plans with all caches, each once, without the original. Raises the errors of the class."""
-        if self.methods:
-            return [EvaluationSetting(ORIGINAL.plan, line) for line in self.method_lines]
         settings = []
         cache_lines = self.cache_lines
         for text in _split_at_semicolons(self.plans) or [ORIGINAL.plan]:
@@ -133,21 +122,6 @@ class EvaluateOptions(ModelOptions):
         # With a warmup of all steps, the cache would skip nothing.
         warmup = max(1, min(4, count_request_steps(self.build_generate_options()) // 4))
         return [NO_CACHE, f"F=1 W={warmup} R=0.12 taylor=1"]
-
-    @property
-    def method_lines(self) -> dict[str, str]:
-        """Return the caches of --methods, in one line each, with the names of their methods."""
-        request = self.build_generate_options()
-        call = build_dry_run_call(request, defaults(self.model))
-        scales = [call[name] for name in ("true_cfg_scale", "guidance_scale") if name in call]
-        is_guided = max(scales, default=0.0) > 1
-        lines = list_method_lines(count_request_steps(request), is_guided=is_guided)
-        own_call = build_dry_run_call(GenerateOptions(model=self.model, prompt="a caption"), defaults(self.model))
-        is_shipped = any(schedule.model == self.model for schedule in read_shipped_schedules().values())
-        if is_shipped and call != own_call | {"prompt": call["prompt"]}:
-            # The schedules that come with a bundled model fit only its own call, and are refused for another.
-            return {line: method for line, method in lines.items() if method != SCHEDULE}
-        return lines
 
     def build_generate_options(self) -> GenerateOptions:
         """Return the options of `ditile generate` for a caption's image. Raises the errors of the class."""
@@ -206,7 +180,7 @@ class SessionOptions(DeviceOptions):
         folder = Path(self.out)
         names = [""]
         if os.path.isdir(folder):
-            names = ["job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png", "pareto.png", "methods.png"]
+            names = ["job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png"]
         check_output_files([("out", folder / name) for name in names], *others)
 
 

@@ -31,7 +31,7 @@ from ditile.cache.fitted.identity import (
     describe_models,
     describe_scheduler,
 )
-from ditile.cache.fitted.schedule import OwnSteps, Schedule, StepBudget
+from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS, OwnSteps, Schedule, StepBudget
 from ditile.model.hooks.overrides import WatchedMethod, find_latents_parameter, list_parameter_names, override_attribute
 from ditile.parallel.pipefusion.patch_schedulers import StepSignature, extract_sample
 from ditile.plan.errors import ModelError
@@ -49,7 +49,6 @@ from ditile.runner.requests.prepare import prepare_runner
 from ditile.runner.requests.results import list_drawn
 from ditile_lab.quality.captions import BUNDLED_SOURCE, load_captions
 from ditile_lab.quality.fit import EXACT_DB, Matrix, compute_gram_matrix, fit_budgets
-from ditile_lab.quality.methods import choose_measured_sizes
 from ditile_lab.quality.options import FitOptions
 from ditile_lab.sessions import use_cache_within
 
@@ -61,6 +60,9 @@ MEASURED_GAINS = 7
 
 CAPTIONS_OF_GAINS = 3
 """The number of captions for this measurement, which hardly depends on the caption."""
+
+MEASURED_SHARES = (0.75, 0.6, 0.5, 0.4, 0.3)
+"""The shares of computed steps that are measured: above them little is saved, and below them images change."""
 
 Frames = NDArray[np.uint8]
 
@@ -323,6 +325,13 @@ def choose_captions(options: FitOptions) -> list[str]:
     if options.captions == BUNDLED_SOURCE:
         return captions[-options.num_captions :]
     return captions[: options.num_captions]
+
+
+def choose_measured_sizes(num_steps: int) -> list[int]:
+    """Choose the numbers of computed steps for which images are compared with those of all steps, the most first."""
+    if num_steps < FEWEST_FORECAST_STEPS:
+        return list(range(num_steps - 1, 1, -1))
+    return [round(share * num_steps) for share in MEASURED_SHARES]
 
 
 def compute_decibels(frames: Frames, others: Frames) -> float:

@@ -162,12 +162,3 @@ def summarize_settings(rows: Mapping[ImageKey, Row], settings: Iterable[Evaluati
         summary["psnr_lowest"] = min(list_values(scores, "psnr"))
         summaries.append(summary)
     return summaries
-
-
-def select_pareto_front(rows: Iterable[Row]) -> list[Row]:
-    """Select the settings that no other beats in both latency and PSNR, the fastest first."""
-    pareto_rows: list[Row] = []
-    for row in sorted(rows, key=lambda row: (row["latency_ratio"], -row["psnr"])):
-        if not pareto_rows or row["psnr"] > pareto_rows[-1]["psnr"]:
-            pareto_rows.append(row)
-    return pareto_rows

@@ -17,7 +17,6 @@ from ditile_lab.quality.captions import Caption, load_captions
 from ditile_lab.quality.options import ORIGINAL, EvaluationSetting
 from ditile_lab.quality.store import (
     ImageKey,
-    select_pareto_front,
     summarize_settings,
 )
 from ditile_lab.rows import Row
@@ -69,9 +68,6 @@ def test_means_and_ratios(tmp_path: Path) -> None:
     for k in range(3):
         rows[SETTING, k]["original_s"] = None
     assert summarize_settings(rows, [SETTING], 3)[0]["latency_ratio"] == 1 / 8, "apart: the original's own row"
-    points = [(1.0, 100.0), (0.5, 40.0), (0.5, 41.0), (0.6, 39.0)]
-    measured = [{"latency_ratio": x, "psnr": y} for x, y in points]
-    assert [(r["latency_ratio"], r["psnr"]) for r in select_pareto_front(measured)] == [(0.5, 41.0), (1.0, 100.0)]
 
 
 CACHE = "F=1 W=1 R=1"

@@ -1,4 +1,4 @@
-"""`ditile fit` on a bundled model, and the settings that methods are compared by."""
+"""`ditile fit` on a bundled model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from ditile.planner.promise import take_reference_steps
 from ditile.runner.requests.options import GenerateOptions
 from ditile_lab.quality.captions import load_captions
 from ditile_lab.quality.fit import EXACT_DB, StepFit, add_switches, fit_budgets
-from ditile_lab.quality.options import ORIGINAL, EvaluateOptions
 from ditile_lab.quality.schedule_fit import compute_decibels
 
 
@@ -122,14 +121,3 @@ def test_half_of_the_steps_is_near_on_a_caption_that_was_not_fitted_to() -> None
     assert compute_decibels(draw(), plain) > 44
     [report] = ditile.summary(pipe, logging=False)
     assert len(report.cached_steps) == 10
-
-
-def test_every_setting_is_a_cache() -> None:
-    """A failure means a comparison that ends at the setting that cannot be read, after minutes."""
-    options = EvaluateOptions(model="shapes-flux", methods=True)
-    settings = options.candidate_settings
-    assert len(settings) == len(options.method_lines) > 15
-    for setting in settings:
-        assert setting.plan == ORIGINAL.plan
-        assert setting.cache_arguments["cache_config"] is not None
-    assert "gating" in options.method_lines.values()

@@ -1,26 +1,18 @@
-"""Every figure is drawn, and its files are there."""
+"""Rows as they might have been measured, and a check of the figures that are drawn of them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import pytest
 from matplotlib.transforms import Bbox
-from PIL import Image
 
-from ditile_lab.bench import figures, runs, sweeps
-from ditile_lab.bench.cells import ONE_RANK, BenchCell
+from ditile_lab.bench import runs
+from ditile_lab.bench.cells import BenchCell
 from ditile_lab.rows import Row
-from tests.lab.bench.test_bench import JOB, all_fit
+from tests.lab.bench.test_bench import JOB
 from tests.lab.bench.test_bench import run as ran
-
-
-def rows_of(sweep: str) -> list[Row]:
-    """Rows of eight ranks as they might have been measured, beside those of one rank."""
-    return make_rows(sweeps.list_sweep_cells(sweep, 8, [(512, 512)], all_fit))
 
 
 def make_rows(cells: Sequence[BenchCell]) -> list[Row]:
@@ -61,19 +53,3 @@ def assert_apart(figure: Any) -> None:
     for (one, box), (other, its) in itertools.combinations(dict(texts(figure)).items(), 2):
         shared = Bbox.intersection(box, its)
         assert shared is None or min(shared.width, shared.height) < 1, f"{one!r} lies on {other!r}"
-
-
-@pytest.mark.parametrize("sweep", ["plans", "methods", "cache"])
-def test_both_files_are_written(tmp_path: Path, sweep: str) -> None:
-    """As PNG and SVG. A failure means that a sweep ends, after minutes, without its figure."""
-    rows = rows_of("methods" if sweep == "plans" else sweep)
-    files = figures.draw_bench_figure(sweep, rows, tmp_path)
-    assert {file.name for file in files} == {f"{sweep}-latency.{ending}" for ending in ("png", "svg")}
-    for file in files:
-        if file.suffix == ".png":
-            with Image.open(file) as image:
-                assert image.width > 900
-        else:
-            assert "<svg" in file.read_text("utf-8")
-    one = [row for row in rows if row["plan"] == ONE_RANK]
-    assert one and figures.draw_bench_figure(sweep, one, tmp_path) == [], "one rank alone is not a comparison"

@@ -1,23 +1,39 @@
-"""All methods that skip work, on one model: the remaining work, and its cost in quality (`ditile evaluate --methods`).
+"""All methods that skip work, on one model: the remaining work, and its cost in quality.
 
-Each method has a few settings, from careful to fast. The table has them in the order of the remaining work, and the
-figure has a line for each method.
+    python -m benchmarks.methods --model shapes-flux --num 24 --out methods
+
+It is `ditile evaluate` of one rank with a few settings of each method, from careful to fast. The table has them in the
+order of the remaining work, and the figure has a line for each method.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS
-from ditile.plan.extras import require_extra
-from ditile.runner.requests.console import make_numbered_tables
-from ditile_lab.palette import MARKERS, save_figure
+import matplotlib
+
+# This backend needs no display, and must be set before the first figure is made.
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from rich.table import Table
+
+from benchmarks.palette import MARKERS, save_figure
+from ditile.cache.fitted.schedule import FEWEST_FORECAST_STEPS, read_shipped_schedules
+from ditile.plan.errors import DitileError
+from ditile.plan.flag_parser import add_arguments, collect_arguments
+from ditile.runner.model_files import defaults
+from ditile.runner.requests.console import make_console, make_numbered_tables, print_parts
+from ditile.runner.requests.facts import build_dry_run_call, count_request_steps
+from ditile.runner.requests.options import GenerateOptions
+from ditile_lab.quality.command import run_evaluation
+from ditile_lab.quality.options import ORIGINAL, EvaluateOptions, JudgeOptions, SessionOptions
+from ditile_lab.quality.schedule_fit import choose_measured_sizes
 from ditile_lab.rows import Row
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 METHODS_FILE = "methods.png"
 SCHEDULE = "fitted schedule"
@@ -30,16 +46,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "gating": ("gate=0.8", "gate=0.6", "gate=0.5"),
 }
 """Method -> its settings, each a cache in one line."""
-MEASURED_SHARES = (0.75, 0.6, 0.5, 0.4, 0.3)
-"""The shares of computed steps that are measured: above them little is saved, and below them images change."""
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
-
-
-def choose_measured_sizes(num_steps: int) -> list[int]:
-    """Choose the numbers of computed steps for which images are compared with those of all steps, the most first."""
-    if num_steps < FEWEST_FORECAST_STEPS:
-        return list(range(num_steps - 1, 1, -1))
-    return [round(share * num_steps) for share in MEASURED_SHARES]
 
 
 def list_method_lines(num_steps: int, *, is_guided: bool) -> dict[str, str]:
@@ -54,6 +61,21 @@ def list_method_lines(num_steps: int, *, is_guided: bool) -> dict[str, str]:
             fits = is_guided
         if fits:
             lines |= dict.fromkeys(settings, title)
+    return lines
+
+
+def choose_method_lines(request: GenerateOptions) -> dict[str, str]:
+    """Choose the compared caches for a caption's image, in one line each, with their methods."""
+    model = request.model
+    own_request = GenerateOptions(model=model, prompt=request.prompt)
+    own_call = build_dry_run_call(own_request, defaults(model))
+    call = build_dry_run_call(request, defaults(model))
+    scales = [call[name] for name in ("true_cfg_scale", "guidance_scale") if name in call]
+    lines = list_method_lines(count_request_steps(request), is_guided=max(scales, default=0.0) > 1)
+    is_shipped = any(schedule.model == model for schedule in read_shipped_schedules().values())
+    if is_shipped and call != own_call:
+        # The schedules that come with a bundled model fit only its own call, and are refused for another.
+        return {line: method for line, method in lines.items() if method != SCHEDULE}
     return lines
 
 
@@ -75,13 +97,6 @@ def build_methods_table(evaluation: Row, methods: Mapping[str, str]) -> list[Tab
 
 def draw_methods(evaluation: Row, methods: Mapping[str, str], out: Path) -> None:
     """Draw each method's mean PSNR over the remaining work, with the worst image below it."""
-    require_extra("plots", "the figure of methods")
-    import matplotlib
-
-    # This backend needs no display. It must be chosen before pyplot is imported.
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     by_method: dict[str, list[Row]] = {}
     for row in _sort_by_work(evaluation, methods):
         by_method.setdefault(methods[row["cache"]], []).append(row)
@@ -117,3 +132,27 @@ def draw_methods(evaluation: Row, methods: Mapping[str, str], out: Path) -> None
 def _sort_by_work(evaluation: Row, methods: Mapping[str, str]) -> Sequence[Row]:
     rows = [row for row in evaluation["settings"] if row["cache"] in methods]
     return sorted(rows, key=lambda row: (row["blocks_saved"], row["psnr"]))
+
+
+def main() -> None:
+    """Measures the methods, prints the table, and draws the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, EvaluateOptions, title="images", left_out=("plans", "caches"))
+    add_arguments(parser, SessionOptions, title="run")
+    arguments = parser.parse_args()
+    try:
+        options = EvaluateOptions(**collect_arguments(EvaluateOptions, arguments))
+        session = SessionOptions(**collect_arguments(SessionOptions, arguments))
+        lines = choose_method_lines(options.build_generate_options())
+        options = replace(options, plans=ORIGINAL.plan, caches="; ".join(lines))
+        evaluation = run_evaluation(options, JudgeOptions(), session)
+    except DitileError as error:
+        sys.exit(str(error))
+    # Under torchrun only the first rank has it.
+    if evaluation is not None:
+        print_parts(make_console(), build_methods_table(evaluation, lines))
+        draw_methods(evaluation, lines, Path(session.out, METHODS_FILE))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,6 @@
-"""The figure of `ditile bench`, as PNG and SVG: bars of the seconds of each plan.
+"""Bars of the seconds of each plan, from the rows of `ditile bench`, and what all figures of its rows share.
 
-    draw_bench_figure("plans", rows, Path("folder"))
-
-Every mark is in a legend. Methods have the names of their papers, and the colours of `ditile_lab.palette`.
+Every mark is in a legend. Methods have the names of their papers, and the colours of `benchmarks.palette`.
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot as plt
 
+from benchmarks.palette import NAMES, choose_plan_colour, save_figure
 from ditile.plan.plan import Plan
 from ditile_lab.bench.cells import ONE_RANK
 from ditile_lab.bench.tables import make_rows_title
-from ditile_lab.palette import NAMES, choose_plan_colour, save_figure
 from ditile_lab.rows import Row, list_values
 
 # This backend needs no display, and must be set before the first figure is made.
@@ -47,20 +45,6 @@ DIAMOND: Any = {
     "label": "loop, predicted",
     "zorder": 3,
 }
-
-
-def draw_bench_figure(sweep: str, rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw the bars of a sweep; return the files, none if it has no plan.
-
-    Args:
-        sweep: the beginning of the files' names.
-        rows: its rows and the rows of one rank.
-        folder: where the files are written.
-    """
-    if not list_plan_rows(rows):
-        return []
-    with plt.rc_context(STYLE):
-        return save_bench_figure(draw_latency_bars(rows), folder / f"{sweep}-latency")
 
 
 def save_bench_figure(figure: Any, stem: Path) -> list[Path]:
