@@ -30,7 +30,7 @@ MOST_NODES = {
     "serve": 40_750,
     "cli": 16_300,
     "": 400,
-    "lab": 75_650,
+    "lab": 69_400,
 }
 """Top folder of the package -> its nodes of the syntax tree; "" are the files beside them, and the lab counts whole."""
 MOST_DENSE = {

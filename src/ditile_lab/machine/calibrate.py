@@ -12,7 +12,6 @@ import datetime
 import os
 import resource
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.planner.profile import Link, Profile, RankDevice
-from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
 from ditile.runner.load import load
@@ -39,21 +37,11 @@ from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import Runner, parallelize
-from ditile_lab.bench.options import Comparison, Workload
 from ditile_lab.machine import timings as curves
-from ditile_lab.machine.comparison import measure_plans_alone
-from ditile_lab.machine.host_fit import fit_profile, read_alone_lines
-from ditile_lab.machine.options import ALONE_HERE, CalibrateOptions
-from ditile_lab.machine.session import ROWS
+from ditile_lab.machine.options import CalibrateOptions
 from ditile_lab.machine.timings import Bench
 from ditile_lab.sessions import read_cpu_name
 
-ALONE_MODEL = "random-flux blocks=19 heads=24 head_dim=128"
-"""Blocks of FLUX.1's sizes, a third of them: the host's time for one does not depend on their number."""
-ALONE_SIDE = 1024
-"""Pixels: at this size an H200's host is the limit of these plans."""
-ALONE_PLANS = "ulysses=4; ring=4; tensor=4; distrifusion=4; pipefusion=4 patches=4; ulysses=8"
-"""These plans send from none to three messages in each block."""
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
@@ -77,9 +65,7 @@ def calibrate_machine(options: CalibrateOptions) -> Path | None:
     """
     place = env.read_torchrun_place()
     profile: Profile | None
-    if options.alone is not None:
-        profile = _fit_ranks_alone(options.alone, options)
-    elif place is not None and place.world > 1:
+    if place is not None and place.world > 1:
         profile = _calibrate_torchrun_group(options)
     else:
         profile = _calibrate_this_machine(options)
@@ -89,31 +75,6 @@ def calibrate_machine(options: CalibrateOptions) -> Path | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomically(path, profile.to_json() + "\n")
     return path
-
-
-def _fit_ranks_alone(source: str, options: CalibrateOptions) -> Profile:
-    """Fit the host's part of a GPU's profile to ranks measured alone.
-
-    Raises:
-        PlanError, ModelError: if there is no GPU to measure, no profile of it, or lines cannot be used.
-    """
-    base = load_machine_profile(PlanQuestion(hardware=options.hardware))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(source)
-        if source == ALONE_HERE:
-            path = Path(folder, ROWS)
-            if pick_device(None, 0).type != "cuda":
-                raise PlanError(
-                    "alone: only of a GPU is the host apart, and there is none here; give --alone FILE with lines of "
-                    "`ditile bench --alone`, such as ditile-bench/alone.jsonl"
-                )
-            work = Workload(model=ALONE_MODEL, height=ALONE_SIDE, width=ALONE_SIDE, dtype=options.dtype)
-            measure_plans_alone(Comparison(plans=ALONE_PLANS, alone=True, out=folder), work, base)
-        lines = read_alone_lines(path)
-    fitted = fit_profile(base, lines)
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    note = f"host fitted by ditile calibrate --alone to {len(lines)} lines, {today}"
-    return dataclasses.replace(fitted, name=options.name or base.name, source=f"{base.source}; {note}")
 
 
 def _calibrate_this_machine(options: CalibrateOptions) -> Profile:

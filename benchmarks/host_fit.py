@@ -1,5 +1,12 @@
 """Fits a GPU's profile to ranks that were measured alone: the host's time, and gaps between kernels.
 
+    ditile bench --alone --plans "ulysses=4; ring=4; tensor=4; distrifusion=4; pipefusion=4 patches=4; ulysses=8" \
+        --model "random-flux blocks=19 heads=24 head_dim=128" --height 1024 --width 1024
+    python -m benchmarks.host_fit ditile-bench/alone.jsonl --hardware h200-nvlink --out mine.json
+
+The plans send from none to three messages in each block, and at this size an H200's host is the limit of them. Blocks
+have FLUX.1's sizes, a third of them: the host's time for one does not depend on their number.
+
 If its calls are not recorded and its host is the limit, a step of a rank takes
 
     block_s * (calls of blocks) + call_s * (messages) + micro_s * (calls of the transformer)
@@ -10,6 +17,9 @@ limit: the time of a step beyond the work that the planner counts is spread even
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +30,11 @@ import numpy
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ditile.distributed import files
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.schedule import OpKind
 from ditile.planner.ops import CacheSkips, OpPricer
 from ditile.planner.profile import Profile
+from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.planner.search import make_pricer
 from ditile_lab.bench.cells import BenchCell
 from ditile_lab.bench.options import Workload
@@ -224,3 +235,28 @@ def count_step(base: Profile, line: AloneLine) -> CountedStep:
         num_calls = len(computed)
     device_s, kernels, blocks = seconds
     return CountedStep(device_s, kernels, blocks, num_calls)
+
+
+def main() -> None:
+    """Writes the fitted profile."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lines", help="alone.jsonl of ditile bench --alone")
+    parser.add_argument("--hardware", help="whose other figures are kept; this machine's, as calibrated, by default")
+    parser.add_argument("--name", help="of the machine; that of the other figures by default")
+    parser.add_argument("--out", type=Path, required=True, help="the profile to write")
+    arguments = parser.parse_args()
+    try:
+        base = load_machine_profile(PlanQuestion(hardware=arguments.hardware))
+        lines = read_alone_lines(arguments.lines)
+        fitted = fit_profile(base, lines)
+    except DitileError as error:
+        sys.exit(str(error))
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    source = f"{base.source}; host fitted to {len(lines)} lines of ranks measured alone, {today}"
+    fitted = replace(fitted, name=arguments.name or base.name, source=source)
+    files.write_atomically(arguments.out, fitted.to_json() + "\n")
+    print(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""`ditile calibrate --alone`: the host of a GPU, fitted to ranks that were measured alone."""
+"""The host of a GPU, fitted to ranks that were measured alone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks import host_fit
+from benchmarks.host_fit import AloneLine, fit_profile, read_alone_lines
 from ditile.cli.main import main
 from ditile.plan.errors import ModelError
 from ditile.planner import hardware
 from ditile.planner.profile import Profile
-from ditile_lab.machine.host_fit import AloneLine, fit_profile, read_alone_lines
 
-MEASURED = Path(__file__).parents[3] / "benchmarks" / "data" / "gpu"
+MEASURED = Path(__file__).parents[1] / "data" / "gpu"
 H200 = hardware.load_profile("h200-nvlink")
 MODEL = "random-flux.1-dev"
 """The sizes of FLUX.1-dev, as the lines of the H200 are of."""
@@ -78,24 +79,30 @@ GOOD = {"model": MODEL, "plan": "ulysses=4", "rank": 0, "steps": [6, 16], "step_
         (json.dumps(GOOD | {"rank": 4}), "rank 4 of 'ulysses=4' cannot be counted"),
     ],
 )
-def test_bad_files_get_one_line(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_files_get_one_line(text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is written."""
     path = tmp_path / "alone.jsonl"
     path.write_text(text)
     out = tmp_path / "profile.json"
-    assert main(["calibrate", "--alone", str(path), "--hardware", "h200-nvlink", "--out", str(out)]) == 2
-    shown = capsys.readouterr().err
-    assert said in shown and shown.count("\n") == 1
+    monkeypatch.setattr("sys.argv", ["host_fit", str(path), "--hardware", "h200-nvlink", "--out", str(out)])
+    with pytest.raises(SystemExit) as caught:
+        host_fit.main()
+    shown = str(caught.value)
+    assert said in shown and "\n" not in shown
     assert not out.exists()
 
 
-def test_the_command_writes_what_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_writes_what_plan_reads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = read_h200_lines("h200-alone") + read_h200_lines("h200-alone-2")
-    words = ["calibrate", "--alone", str(write_lines(tmp_path / "lines.jsonl", rows))]
     out = tmp_path / "profile.json"
-    assert main([*words, "--hardware", "h200-nvlink", "--name", "mine", "--out", str(out)]) == 0
+    lines = str(write_lines(tmp_path / "lines.jsonl", rows))
+    words = ["host_fit", lines, "--hardware", "h200-nvlink", "--name", "mine", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", words)
+    host_fit.main()
     assert capsys.readouterr().out.strip() == str(out)
     written = Profile.from_json_file(out)
-    assert written.name == "mine" and f"--alone to {len(rows)} lines" in written.source
+    assert written.name == "mine" and f"fitted to {len(rows)} lines" in written.source
     assert main(["plan", "--model", "flux.1-dev", "--profile", str(out), "--price", "ulysses=8", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["hardware"] == "mine"
