@@ -122,7 +122,7 @@ def test_caches_that_do_not_tell_branches_apart() -> None:
     same(run(runner, "flux true cfg", num_inference_steps=STEPS), wanted, "one memory for each branch")
     pipe.transformer.disable_cache()
     _enable(pipe.transformer, "pab")
-    with pytest.raises(ModelError, match="PyramidAttentionBroadcastHook, which takes the calls of all branches"):
+    with pytest.raises(ModelError, match="PyramidAttentionBroadcastHook, which counts the calls of all branches"):
         run(runner, "flux true cfg")
 
 

@@ -36,7 +36,7 @@ def spoil_and_go_on(name: str, plan: dict[str, Any]) -> None:
     pipe = MAKE[name]()
     with divided(pipe, **plan) as runner:
         wanted = run(runner, name)
-        with pytest.raises(ModelError, match=f"NaN or infinite numbers since step 2 of {STEPS}; lower the guidance"):
+        with pytest.raises(ModelError, match=f"NaN or infinite values since step 2 of {STEPS}; lower the guidance"):
             run(runner, name, callback_on_step_end=Spoil(0))
         same(run(runner, name), wanted)
 

@@ -36,13 +36,13 @@ class LaunchLimits:
     """how long all ranks may be idle (no progress, disk read or computation) before the run fails; never less than
     `start` while a rank is starting. Ranks that compute may go ten times as long without a report or a disk read"""
     silence: float = 10.0
-    """longest silence of a rank that has started: it is stopped, or a thread holds the GIL"""
+    """longest silence of a rank that has started; a silent rank is stopped, or one of its threads holds the GIL"""
     stopped: float = 10.0
     """longest silence of a process that the OS reports as stopped"""
     start: float = 120.0
     """longest silence of a rank that is still starting: importing torch from a cold disk holds the GIL"""
     grace: float = 0.3
-    """wait after the first failure, in case an earlier cause is still to arrive"""
+    """wait after the first failure, in case the report of an earlier one is still to arrive"""
     term: float = 1.0
     """from SIGTERM to SIGKILL"""
     leave: float = 10.0
@@ -52,18 +52,18 @@ class LaunchLimits:
 
 
 class RankResult(NamedTuple):
-    """A rank's result."""
+    """What a rank returned, which may be None."""
 
     value: Any
 
 
 def is_consequence(failure: RankFailure) -> bool:
-    """Return whether a rank failed because its connection to another rank broke. That other rank failed first."""
+    """Return whether a rank failed only because another one did: the connection between them broke."""
     return bool(_CONSEQUENCE.search(f"{failure.message}\n{failure.traceback}"))
 
 
 def make_error(failure: RankFailure, rank: int) -> DitileError:
-    """Make the error to raise for a rank's failure."""
+    """Make the error to raise for a rank's failure: one of `PLAIN_ERRORS` as it was, otherwise a `RankError`."""
     error = RankError(rank, failure.cause, failure.message, failure.traceback)
     if failure.plain:
         plain: DitileError = getattr(errors, failure.plain)(failure.message)
@@ -78,9 +78,9 @@ class RankState:
     """The known state of one rank.
 
     Attributes:
-        number: its place in the world.
+        number: the rank.
         signs: its signs of life.
-        outcome: what it returned, or how it failed; None before.
+        outcome: what it returned, or how it failed; None while it runs.
     """
 
     def __init__(self, number: int) -> None:
@@ -92,8 +92,8 @@ class RankState:
         """Set `outcome` to a failure if the rank has been silent for too long.
 
         Args:
-            looked: when this process last looked for signs, before it read them. This process may have been stopped
-                since.
+            looked: when this process last began to read signs. It is not the present time, because this process may
+                have been stopped since.
         """
         silence = looked - self.signs.last_sign_of_life
         if self.outcome is not None:
@@ -105,7 +105,7 @@ class RankState:
             self.outcome = RankFailure(time.monotonic(), SILENT, message)
 
     def is_stopped(self) -> bool:
-        """Return whether the system says that the process is stopped."""
+        """Return whether the OS says that the process is stopped. It says nothing of a process elsewhere."""
         return False
 
 
@@ -114,13 +114,12 @@ def find_first_failure(
     limits: LaunchLimits,
     looked: float,
 ) -> tuple[RankFailure, int] | None:
-    """Find the failure that ends a run, and its rank. None while the run may go on. `looked`: as in
-    `detect_silence`."""
+    """Find the failure that ends a run, and its rank; None while the run may go on. `detect_silence` has `looked`."""
     failures = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
     if failures:
         # Failures are compared by their times, which are the first field.
         first_failure, _ = min(failures)
-        # An earlier cause may still be on its way.
+        # The report of an earlier failure may still be under way.
         if time.monotonic() < first_failure.at + limits.grace:
             return None
         return min(failures, key=_order_of_blame)
@@ -128,7 +127,6 @@ def find_first_failure(
     running = [rank for rank in ranks if rank.outcome is None]
     if abandoned is not None or not running:
         return abandoned
-    # No rank has made progress for too long: the one whose progress is oldest is named.
     stall = limits.stall
     if not all(rank.signs.started for rank in running):
         stall = max(stall, limits.start)
@@ -136,14 +134,15 @@ def find_first_failure(
     without_progress = looked - max(rank.signs.last_progress for rank in ranks)
     if idle <= stall and without_progress <= BUSY_LIMITS * stall:
         return None
+    # All wait for one rank: most likely for the one whose progress is oldest.
     first = min(running, key=lambda rank: rank.signs.last_progress)
     message = f"no rank made progress for {without_progress:.0f} s; this one has been without for longest"
     return RankFailure(looked, STALLED, message), first.number
 
 
 def _order_of_blame(entry: tuple[RankFailure, int]) -> tuple[int, float, int]:
-    """Return a sort key for blame: original causes first; then ranks that torchrun killed, possibly because another
-    failed; then broken connections."""
+    """Return a sort key for blame: first causes of their own; then ranks that torchrun ended, perhaps because another
+    rank failed; then broken connections."""
     failure, number = entry
     if is_consequence(failure):
         return 2, failure.at, number
@@ -153,10 +152,10 @@ def _order_of_blame(entry: tuple[RankFailure, int]) -> tuple[int, float, int]:
 def _find_abandoned_call(
     ranks: Sequence[RankState],
     limits: LaunchLimits,
-    now: float,
+    looked: float,
 ) -> tuple[RankFailure, int] | None:
     """Find the first rank with an error in a call, if another rank is still in that call and does nothing."""
-    # Forget errors of calls that every rank has left, so that their number stays small.
+    # Forget errors of calls that every rank has left: a server makes calls without end.
     oldest = min(rank.signs.last_call for rank in ranks)
     failures = []
     for rank in ranks:
@@ -165,7 +164,7 @@ def _find_abandoned_call(
             for peer in ranks:
                 # A rank that worked until after the error is idle only since then.
                 idle_since = max(failure.at, peer.signs.last_activity)
-                if peer.signs.call == call and now - idle_since > limits.abandoned:
+                if peer.signs.call == call and looked - idle_since > limits.abandoned:
                     failures.append((failure, rank.number))
                     break
     if not failures:
@@ -199,7 +198,7 @@ def explain_kill(code: int, memory_kills: int) -> str:
 
 def count_memory_kills() -> int:
     """Count the processes that the kernel's OOM killer ended, in this control group or, if unknown, on the machine."""
-    # The files of this process's control groups that count kills.
+    # The files that count kills in this process's control groups.
     paths: list[Path] = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -207,6 +206,7 @@ def count_memory_kills() -> int:
             # Version 2 of control groups has one hierarchy without a name, version 1 one for each controller.
             if controllers in ("", "memory"):
                 root = Path("/sys/fs/cgroup", controllers)
+                # In a container the root can be the group itself, whose path is then the host's.
                 folder = root / group.lstrip("/")
                 paths += [folder / "memory.events", folder / "memory.oom_control", root / "memory.oom_control"]
     counts = [0]

@@ -1,8 +1,8 @@
 """diffusers' hooks on the user's model that keep state from step to step, and the plans that they fit.
 
-They are its caches (`transformer.enable_cache`, or the functions that it calls), and any hook that a user derives from
-its `ModelHook`. A plan may call a block with this rank's tokens, one patch at a time, or on another rank. Such a hook
-is then right only if it neither compares tokens nor skips blocks.
+Such hooks are diffusers' caches (`transformer.enable_cache`, or the functions that it calls), and any hook that a user
+derives from `ModelHook`. A plan may call a block with this rank's tokens only, one patch at a time, or on another rank.
+A hook then works only if it neither compares tokens nor skips blocks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import nn
 
 from ditile.plan.plan import Plan
 
-_OF_LAYERS = (PyramidAttentionBroadcastHook, TaylorSeerCacheHook)
-"""Hooks that count steps, and remember the output of one layer for its tokens."""
-_OF_BLOCKS = (*_OF_LAYERS, MagCacheHeadHook)
-"""Hooks that count steps; some skip all blocks after the first."""
+_LAYER_HOOKS = (PyramidAttentionBroadcastHook, TaylorSeerCacheHook)
+"""Hooks that decide by the step alone, and remember the output of one layer."""
+_STEP_HOOKS = (*_LAYER_HOOKS, MagCacheHeadHook)
+"""Hooks that decide by the step alone; the last one skips all blocks after the first."""
 _REMEDY = "call disable_cache() on the model, and ditile.enable_cache(pipe) in place of it"
 
 
@@ -33,23 +33,25 @@ def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | N
         plan: how the models are divided.
         steps: of the call, if known.
     """
-    # The classes of hooks with right results under the plan.
-    fitting: tuple[type[ModelHook], ...] = (ModelHook,)
+    # The classes of hooks that the plan accepts.
+    accepted: tuple[type[ModelHook], ...] = (ModelHook,)
     divides_between_layers = plan.tensor > 1 and plan.split_scheme == "sequence"
-    # A patch would get the state that the hook remembers from the previous patch.
+    # A hook would give a patch what it remembers of the patch before.
     if plan.attends_to_stale_keys and (steps is None or plan.warmup < steps):
-        fitting = ()
+        accepted = ()
+    # A stage lacks the first or the last block, between which a hook on blocks skips.
     elif plan.pipefusion > 1:
-        fitting = _OF_LAYERS
+        accepted = _LAYER_HOOKS
+    # Ranks with different tokens would decide differently if a hook compared them.
     elif plan.token_ranks * plan.distrifusion > 1 or divides_between_layers:
-        fitting = _OF_BLOCKS
+        accepted = _STEP_HOOKS
     for model in models:
         for where, hook in _list_hooks(model):
             looks_at_tokens = hook._is_stateful or isinstance(hook, SmoothedEnergyGuidanceHook)
-            if not looks_at_tokens or isinstance(hook, fitting):
+            if not looks_at_tokens or isinstance(hook, accepted):
                 continue
             axes = "data and tensor"
-            # A hook that remembers by branch works if each rank has one of the branches.
+            # A hook with a state manager has a memory for each branch, so ranks may have one branch each.
             if hasattr(hook, "state_manager"):
                 axes = "data, cfg and tensor"
             if plan.split_scheme != "row":
@@ -64,13 +66,13 @@ def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | N
 
 
 def explain_branch_refusal(model: nn.Module) -> str | None:
-    """Explain why hooks on a model need all calls of a step (they remember over guidance branches), or None."""
+    """Explain why hooks on a model need all branches of guidance on one rank; None if they do not."""
     for where, hook in _list_hooks(model):
-        # diffusers' other caches have a memory for each context of the pipeline, "cond" and "uncond".
+        # A state manager has a memory for each context of the pipeline, "cond" and "uncond".
         if hook._is_stateful and not hasattr(hook, "state_manager"):
             return (
-                f"{where} has diffusers' {type(hook).__name__}, which takes the calls of all branches of guidance for "
-                f"one series, and cfg splits them; {_REMEDY}, or use data"
+                f"{where} has diffusers' {type(hook).__name__}, which counts the calls of all branches of guidance "
+                f"together, and cfg splits them; {_REMEDY}, or use data"
             )
     return None
 

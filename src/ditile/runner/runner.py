@@ -772,7 +772,7 @@ class DecodeChecks:
             decoded = result[0]
         if isinstance(decoded, Tensor) and not decoded.isfinite().all():
             self.complaint = (
-                f"{name} decoded the latents into NaN or infinite numbers, in {decoded.dtype}; decode in float32 or "
+                f"{name} decoded the latents into NaN or infinite values, in {decoded.dtype}; decode in float32 or "
                 "bfloat16, for example by pipe.vae.to(torch.float32), or lower the guidance; if neither helps, the "
                 "weights are damaged"
             )

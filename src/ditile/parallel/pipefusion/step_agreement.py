@@ -1,7 +1,7 @@
-"""The work between steps: the runner is informed, and ranks agree on when to stop.
+"""The work between steps: the loop tells the runner of them, and ranks agree on when to stop.
 
 Each rank votes at the beginning of a step (one asynchronous all-reduce of 8 bytes on a CPU group), and reads the result
-one step later, so that no step waits for it. The highest vote counts.
+one step later, so that no step waits for a vote. The highest vote wins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepCallbacks:
 
     Attributes:
         on_loop_begin: called with the number of steps when the loop begins.
-        on_loop_end: called when the loop asks for a timestep and there is none left, before it goes on to the decode.
+        on_loop_end: called when the loop asks for a timestep and none is left, before the decode.
         on_step_end: called with (step, timestep, latents) at the end of each step; latents are whole only in steps for
             which `wants_latents` is true.
         wants_latents: returns whether a step needs the whole latents on every rank.
@@ -65,12 +65,12 @@ class StepAgreement:
         self._is_stopped = is_stopped
         self.ends_early = False
         self._votes: list[AsyncReduction] = []
-        self._finite: dict[int, Tensor] = {}  # of each step, on the device until the end
+        self._finite: dict[int, Tensor] = {}  # step -> whether its latents are finite, on the device
 
     def begin_step(self) -> bool:
-        """Vote on stopping; return whether any rank voted to stop in the step before.
+        """Vote on stopping; return whether this step is the last, because a rank voted to stop in the step before.
 
-        Then this step is the last. All ranks call it once per step, in order.
+        All ranks call this once per step, in order.
         """
         vote = 0
         if self._is_stopped():
@@ -81,7 +81,7 @@ class StepAgreement:
         return len(self._votes) > 1 and self._votes[-2].wait_for_numbers()[0] > 0
 
     def note_latents(self, step: int, latents: Iterable[Tensor]) -> None:
-        """Note whether latents of a step are finite, without waiting for the device."""
+        """Note whether latents of a step are finite, without waiting for the device. A step may be noted by patches."""
         finite = torch.stack([torch.isfinite(x).all() for x in latents]).all()
         if step in self._finite:
             finite = self._finite[step] & finite.to(self._finite[step].device)
@@ -89,13 +89,11 @@ class StepAgreement:
 
     def wait_for_votes(self) -> bool:
         """Wait for all messages under way; return whether any rank cancelled the call."""
-        votes = [vote.wait_for_numbers() for vote in self._votes]
-        return [CANCEL] in votes
+        highest_votes = [vote.wait_for_numbers() for vote in self._votes]
+        return [CANCEL] in highest_votes
 
     def check_outcome(self, num_steps: int) -> None:
         """Compare how the steps ended; all ranks raise the same error, or none does.
-
-        It is called after `wait_for_votes`.
 
         Raises:
             StoppedError: if the call was cancelled on a rank.
@@ -103,18 +101,18 @@ class StepAgreement:
         """
         remaining = 0
         if self._finite:
-            # The numbers are read once for all steps, because reading waits for a GPU.
+            # All steps are read at once, because each read waits for the GPU.
             finite = torch.stack(list(self._finite.values())).tolist()
             if False in finite:
                 remaining = num_steps - finite.index(False)
         if self.wait_for_votes() or self._is_stopped():
             remaining = num_steps + 1
-        # The rank whose latents failed first has most steps remaining, and a cancelled one has more than all.
+        # The largest wins: a cancelled rank's, then that of the rank whose latents failed first.
         (remaining,) = AsyncReduction(self._group, [remaining], self._traffic).wait_for_numbers()
         if remaining > num_steps:
             raise StoppedError(f"runner.stop() ended the call after step {num_steps}; there is no image")
         if remaining:
             raise ModelError(
-                f"the latents have NaN or infinite numbers since step {num_steps - remaining + 1} of {num_steps}; "
+                f"the latents have NaN or infinite values since step {num_steps - remaining + 1} of {num_steps}; "
                 "lower the guidance, or compute in float32 or bfloat16; if neither helps, the weights are damaged"
             )
