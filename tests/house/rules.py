@@ -22,13 +22,13 @@ LONELY_LINES = 60
 MOST_NODES = {
     "plan": 24_050,
     "distributed": 26_900,
-    "model": 55_100,
-    "parallel": 68_500,
+    "model": 53_950,
+    "parallel": 67_850,
     "cache": 40_950,
-    "runner": 72_500,
+    "runner": 72_250,
     "planner": 46_100,
     "serve": 40_750,
-    "cli": 16_300,
+    "cli": 15_700,
     "": 400,
     "lab": 69_400,
 }

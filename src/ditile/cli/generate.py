@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ditile
 from ditile.cache.report import summarize_cache_reports
-from ditile.cli.latents import LatentsKeeper
+from ditile.cli.latents import PARTS, LatentsFacts, LatentsKeeper, describe_config, explain_unkept, find_cut_size
 from ditile.cli.outcome import NUM_PERF_CALLS, compute_median_reports, sum_reports, summarize_outcome
 from ditile.distributed.transport import gather_json
-from ditile.model.pipeline_calls import find_call_owner, is_modular, list_call_parameters
+from ditile.model.pipeline_calls import find_call_owner, list_call_parameters
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.callbacks import StepWatch
-from ditile.runner.model_files import choose_dtype_name, defaults, find_model_source
+from ditile.runner.model_files import defaults
 from ditile.runner.requests.arguments import (
     build_batch_call,
     build_call_arguments,
@@ -43,13 +43,7 @@ from ditile.runner.requests.pipelines import (
 from ditile.runner.requests.preflight import check_request_by_files, read_condition_files
 from ditile.runner.requests.prepare import prepare_runner, silence_libraries, warm_runner
 from ditile.runner.requests.prompts import PromptLine, describe_request, list_prompt_lines
-from ditile.runner.requests.results import (
-    add_picture_texts,
-    build_png_texts,
-    choose_fps,
-    list_outputs,
-    write_drawn,
-)
+from ditile.runner.requests.results import build_png_texts, choose_fps, describe_settings
 from ditile.runner.requests.seeds import choose_random_seed
 
 if TYPE_CHECKING:
@@ -95,14 +89,14 @@ def generate_images(
         if cache.perf:
             num_outputs *= 1 + NUM_PERF_CALLS
         texts = build_png_texts(request, plan, cache, call, conditions, promise)
-        fps = choose_fps(pipe, request, call)
         files = [str(path) for path in run.list_image_paths(request.num_images, seed, request.model)]
         lines = [PromptLine(request.prompt or "", *place) for place in zip(seeds, files, strict=True)]
-        keeper = _build_keeper(runner, request, run, kind, lines, call, texts, fps)
+        keeper = _build_keeper(pipe, request, run, kind, lines, call, texts)
         with keeper.keep_on_failure():
-            with show_decoded_frames(pipe, call, num_outputs, shown=runner.mesh.rank == 0):
+            vae = getattr(pipe, "vae", None)
+            with show_decoded_frames(vae, keeper.facts.frames * num_outputs, shown=runner.mesh.rank == 0):
                 call_result = _call_and_report(runner, make_call, cache, keeper)
-            _write_outputs(pipe, call_result.result, lines, call, texts, fps)
+            keeper.facts.write_outputs(pipe, call_result.result, files)
         # Written after the images, which must not be lost if the trace cannot be written.
         _write_trace(runner, run.trace)
         if call_result.result is None:
@@ -136,7 +130,6 @@ def generate_prompt_lines(
         is_first = runner.mesh.rank == 0
         missing_lines = [PromptLine(*line) for line in gather_json(list(missing_lines), runner.mesh.everyone)[0]]
         base = build_call_arguments(pipe, request, defaults(request.model))
-        fps = choose_fps(pipe, request, base)
         texts = build_png_texts(request, plan, cache, base, conditions, promise)
         texts["request"] = describe_request(request, run, plan, cache, defaults(request.model))
         call_results = []
@@ -146,12 +139,12 @@ def generate_prompt_lines(
                 make_call = functools.partial(_build_lines_call, pipe, base, lines, request, plan, conditions)
                 if run.warm and start == 0:
                     _warm(runner, make_call(), cache)
-                keeper = _build_keeper(runner, request, run, kind, lines, base, texts, fps)
+                keeper = _build_keeper(pipe, request, run, kind, lines, base, texts)
                 with keeper.keep_on_failure():
                     call_result = _call_and_report(runner, make_call, cache, keeper)
                     # The images are dropped, because they would fill the memory.
                     call_results.append(call_result._replace(result=None))
-                    _write_outputs(pipe, call_result.result, lines, base, texts, fps)
+                    keeper.facts.write_outputs(pipe, call_result.result, [line.path for line in lines])
                 advance(len(lines))
         if missing_lines:
             _write_trace(runner, run.trace)
@@ -232,40 +225,37 @@ def _prepare_runner(
 
 
 def _build_keeper(
-    runner: Runner,
+    pipe: Any,
     request: GenerateOptions,
     run: RunOptions,
     kind: OutputKind,
     lines: Sequence[PromptLine],
     call: CallArguments,
     texts: dict[str, str],
-    fps: float,
 ) -> LatentsKeeper:
     """Build what keeps the latents of a call. Raises `ModelError` if the class's cannot be kept on request."""
-    if run.save_latents is not None and is_modular(runner.pipe):
-        pipeline = type(runner.pipe).__name__
-        raise ModelError(f"save_latents={run.save_latents!r}: {pipeline} is modular, and its latents are not kept")
-    described = {
-        "model": request.model,
-        "components": request.components,
-        "dtype": choose_dtype_name(find_model_source(request.model, components=request.components), run.dtype),
-        "kind": kind,
-        "fps": fps,
-        "pictures": [(line.prompt, line.seed) for line in lines],
-        "call": call,
-        "texts": texts,
-    }
-    path = None if run.save_latents is None else Path(run.save_latents)
-    return LatentsKeeper(runner.pipe, described, Path(lines[0].path), path)
-
-
-def _write_outputs(
-    pipe: Any, result: Any, lines: Sequence[PromptLine], call: CallArguments, texts: dict[str, str], fps: float
-) -> None:
-    """Write what a call drew for some lines. Only rank 0 has a result."""
-    for line, (drawn, sound) in zip(lines, list_outputs(pipe, result), strict=False):
-        own_texts = add_picture_texts(texts, pipe, call, line.prompt, line.seed, drawn)
-        write_drawn(drawn, line.path, fps, own_texts, sound)
+    refusal = explain_unkept(pipe, call)
+    if run.save_latents is not None and refusal is not None:
+        raise ModelError(f"save_latents={run.save_latents!r}: {refusal}")
+    parts = {}
+    dtype = ""
+    if refusal is None:
+        parts = {name: describe_config(part) for name, part in pipe.components.items() if name in PARTS}
+        dtype = str(pipe.vae.dtype).removeprefix("torch.")
+    facts = LatentsFacts(
+        model=request.model,
+        components={name: file for name, file in request.components.items() if name in parts},
+        dtype=dtype,
+        parts=parts,
+        kind=kind,
+        fps=choose_fps(pipe, request, call),
+        frames=_count_frames(pipe, call),
+        size=find_cut_size(pipe, call),
+        pictures=[(line.prompt, line.seed) for line in lines],
+        settings=describe_settings(pipe, call, texts),
+        texts=texts,
+    )
+    return LatentsKeeper(facts, Path(lines[0].path), run.save_latents)
 
 
 class RunnerCallResult(NamedTuple):
@@ -293,7 +283,7 @@ def _call_and_report(
         num_calls += NUM_PERF_CALLS
     for _ in range(num_calls):
         with convert_value_errors(runner.pipe):
-            result = runner(**make(), output_on="first", watch=StepWatch(on_decode=keeper.take_latents))
+            result = runner(**make(), output_on="first", watch=StepWatch(on_decode=keeper.decode))
         reports.append(runner.reports())
     saved = []
     if cache.build_cache_arguments()["cache_config"] is not None:
@@ -321,18 +311,22 @@ def _build_lines_call(
     return build_batch_call(pipe, bases, request, seeds, conditions=conditions)
 
 
-@contextlib.contextmanager
-def show_decoded_frames(pipe: Any, call: CallArguments, count: int, *, shown: bool) -> Iterator[None]:
-    """Show the progress of decoding a call's video frames, after the progress of the steps."""
-    decoder = getattr(getattr(pipe, "vae", None), "decoder", None)
+def _count_frames(pipe: Any, call: CallArguments) -> int:
+    """Count the frames of each video of a call; 0 if they are not known."""
     name = find_argument(pipe, FRAME_COUNTS)
-    frames = None
-    if name is not None:
-        frames = call.get(name, list_call_parameters(pipe)[name].default)
-    if decoder is None or not isinstance(frames, int):
+    if name is None:
+        return 0
+    frames = call.get(name, list_call_parameters(pipe)[name].default)
+    return frames if isinstance(frames, int) else 0
+
+
+@contextlib.contextmanager
+def show_decoded_frames(vae: Any, left: int, *, shown: bool) -> Iterator[None]:
+    """Show the progress of decoding so many frames of videos, after the progress of the steps."""
+    decoder = getattr(vae, "decoder", None)
+    if decoder is None or left == 0:
         yield
         return
-    left = frames * count
     advance: Callable[[int], None] | None = None
     with contextlib.ExitStack() as stack:
 

@@ -1,51 +1,57 @@
-"""Files of latents: all that the decode of a call reads, in one safetensors file.
+"""Files of latents: what the VAEs of a call are given, in one safetensors file.
 
 Tensors are its tensors, and everything else is JSON in its metadata. `ditile generate` writes one before the decode on
-request, and after a decode that failed; `ditile decode` reads it.
+request, and after a decode that failed; `ditile decode` reads it. Kept are calls of the classes in assets/decodes.json:
+one call of each VAE and diffusers' usual postprocessing make all that their own call returns.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import hashlib
+import inspect
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import diffusers
+import numpy as np
 import safetensors.torch
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from ditile.distributed import files
-from ditile.model.decode_tail import DecodeState, DecodeTail
-from ditile.plan.errors import LoadError, ModelError, add_note, join_error_lines
-from ditile.plan.option_classes import JsonObject
+from ditile.model.fingerprint import fingerprint
+from ditile.model.known import ASSETS
+from ditile.model.pipeline_calls import list_call_parameters
+from ditile.plan.errors import LoadError, ModelError, add_note
+from ditile.plan.option_classes import CallArguments, JsonObject, Pixels
 from ditile.runner.model_files import open_safetensors
 from ditile.runner.requests.options import FrameRate
 from ditile.runner.requests.pipelines import OutputKind
+from ditile.runner.requests.results import add_picture_texts, list_outputs, write_drawn
+from ditile.runner.runner import DecodeError
 
 METADATA = "ditile_latents"
 """The name of the metadata that holds the JSON."""
+LATENTS = "vae.z"
+"""The tensor with the latents of images and videos; others too are named by component and argument of its `decode`."""
+PARTS = ("vae", "audio_vae", "vocoder")
+"""The components that decode."""
 
 
 class LatentsFacts(BaseModel):
-    """The metadata of a file of latents.
+    """What a call makes, and what else than tensors its decode needs; the metadata of a file of latents.
 
     Attributes:
         model, components, dtype: what the decode loads.
-        kind, fps: what it makes.
-        pictures: the prompt and the seed of each image, video or sound.
-        call, texts: how they were made, for the texts of their files.
-        diffusers: the version of the pipeline.
-        pipeline, place, attributes: as in `DecodeTail` and `DecodeState`.
-        names: the local variables that the tail reads.
-        values: of those that are set; a tensor is the name of one in the file.
-        parts: each model that decodes -> a digest of its config.
+        parts: each component that decodes -> its config, as of `describe_config`; none if latents are not kept.
+        kind, fps: what the call makes.
+        frames: of each video, for the progress; 0 if they are not known.
+        size: as of `find_cut_size`.
+        pictures: the prompt and the seed of each image or video.
+        settings, texts: for the texts of their files, as of `describe_settings` and `build_png_texts`.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
@@ -53,196 +59,134 @@ class LatentsFacts(BaseModel):
     model: str
     components: dict[str, str]
     dtype: str
+    parts: dict[str, str]
     kind: OutputKind
     fps: FrameRate
+    frames: int
+    size: list[Pixels | None]
     pictures: list[tuple[str | None, int]] = Field(min_length=1)
-    call: JsonObject
+    settings: JsonObject
     texts: dict[str, str]
-    diffusers: str
-    pipeline: str
-    place: int
-    attributes: dict[str, bool | int | float | str | None]
-    names: list[str]
-    values: JsonObject
-    parts: dict[str, str]
 
-    def find_tail(self) -> DecodeTail:
-        """Find the decode in the installed diffusers. Raises `ModelError` if it reads other values there."""
-        pipeline = getattr(diffusers, self.pipeline, None)
-        tail = None
-        if isinstance(pipeline, type) and issubclass(pipeline, diffusers.DiffusionPipeline):
-            tail = DecodeTail.find_after(pipeline, self.place)
-        if tail is None or tail.list_names() != self.names or not self.values.keys() <= set(self.names):
-            raise ModelError(
-                f"the latents are of {self.pipeline} of diffusers {self.diffusers}, whose decode is another one in "
-                f"diffusers {diffusers.__version__}; install that version"
-            )
-        return tail
+    def write_outputs(self, pipe: Any, result: Any, paths: Sequence[str]) -> None:
+        """Write what a call has made. Only rank 0 has a result."""
+        # A call may return more than is written.
+        outputs = list_outputs(pipe, result)
+        for (drawn, sound), path, (prompt, seed) in zip(outputs, paths, self.pictures, strict=False):
+            texts = add_picture_texts(self.texts, self.settings, prompt, seed, drawn)
+            write_drawn(drawn, path, self.fps, texts, sound)
+
+
+def explain_unkept(pipe: Any, call: CallArguments) -> str | None:
+    """Return why the latents of a call are not kept; None if they are."""
+    name = type(pipe).__name__
+    proven = json.loads((ASSETS / "decodes.json").read_text("utf-8"))
+    vae = getattr(pipe, "vae", None)
+    if name not in proven or vae is None or np.any(vae.config.get("decoder_inject_noise", False)):
+        return f"latents of {name} are not kept, as its decode is more than one call of a VAE, or draws noise"
+    if None in find_cut_size(pipe, call):
+        return f"{name} cuts what it decodes to the size of the call; give --height and --width"
+    return None
+
+
+def find_cut_size(pipe: Any, call: CallArguments) -> list[int | None]:
+    """Find the width and height to which a call cuts what it decodes; none if it does not."""
+    name = "use_resolution_binning"
+    # It is the default of classes that have it.
+    if not call.get(name, name in list_call_parameters(pipe)):
+        return []
+    return [call.get("width"), call.get("height")]
+
+
+def describe_config(part: Any) -> str:
+    """Describe a model's class and config in short, without the names of files."""
+    own = {name: value for name, value in getattr(part, "config", {}).items() if not name.startswith("_")}
+    return str(fingerprint([type(part).__name__, own], "numbers"))
 
 
 class LatentsKeeper:
-    """Keeps the latents of a call until what is decoded of them is written.
+    """Keeps what the VAEs of a call are given until what is decoded of it is written.
 
     Args:
-        pipe: the pipeline.
-        described: what `LatentsFacts` has of the request.
-        out: the first file that the decode makes.
+        facts: of the call.
+        out: the first file that the call makes.
         path: the file of latents to write in any case; None to write one only after a failure.
     """
 
-    def __init__(self, pipe: Any, described: JsonObject, out: Path, path: Path | None) -> None:
-        self._pipe = pipe
-        self._described = described
+    def __init__(self, facts: LatentsFacts, out: Path, path: str | None) -> None:
+        self.facts = facts
         self._out = out
         self._path = path
-        self._kept: tuple[dict[str, Tensor], LatentsFacts] | None = None
-        self._writes = False
-        self._refusal = "their call does not end with a decode"
+        self._tensors: dict[str, Tensor] = {}
+        self._failure: Exception | None = None
+        self._refusal = ""
 
-    def take_latents(self, state: DecodeState) -> None:
-        """Copy what the decode will read, and write it on request. It is called after the last step.
-
-        Nothing is serialized unless it is written.
-        """
-        tail = state.tail
-        parts = {}
-        for name, part in self._pipe.components.items():
-            if name in tail.attributes and isinstance(part, nn.Module):
-                parts[name] = digest_config(part)
-        tensors: dict[str, Tensor] = {}
-        values = {}
-        for name, value in state.values.items():
-            try:
-                values[name] = _store_value(value, name, tensors)
-            except TypeError as error:
-                # An input of the call may have the name of what the tail makes.
-                if name not in tail.list_names(ast.Store):
-                    self._refusal = f"their decode reads {error}"
-                    return
-        facts = LatentsFacts(
-            **self._described,
-            diffusers=diffusers.__version__,
-            pipeline=tail.pipeline.__name__,
-            place=tail.place,
-            attributes=state.attributes,
-            names=tail.list_names(),
-            values=values,
-            parts=parts,
-        )
-        self._kept = (tensors, facts)
-        # Ranks that do not decode have the same latents, and tell of the file that another one writes.
-        self._writes = values.get("output_type") != "latent"
-        if self._path is not None:
-            self._write_file(self._path)
+    def decode(self, part: str, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Keep a copy of the arguments of a part's first decode, write it on request, and decode."""
+        if part in self.facts.parts and f"{part}.z" not in self._tensors:
+            # The classes of the table give it nothing else of importance: AutoencoderKL's generator is not used.
+            for name, value in inspect.signature(decode).bind(*args, **kwargs).arguments.items():
+                if isinstance(value, Tensor):
+                    # The decode may change its own in place.
+                    self._tensors[f"{part}.{name}"] = value.to("cpu", copy=True).contiguous()
+            if self._path is not None:
+                self._write_file(self._path)
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return decode(*args, **kwargs)
+        except RuntimeError as error:
+            if part != "vae" or "audio_vae" not in self.facts.parts:
+                raise
+            # The error is raised when the sound is decoded, so that its latents are kept too.
+            self._failure = error
+            return (torch.zeros(1, 3, 1, 1, 1),)
 
     @contextlib.contextmanager
     def keep_on_failure(self) -> Iterator[None]:
         """Write the latents if what follows the last step fails, and name their file in the error.
 
         Raises:
-            ModelError: at the end, if they were to be written and cannot be kept.
+            ModelError: at the end, if they were to be written and could not be.
         """
-        self._kept = None
         try:
             yield
         except Exception as error:
-            if self._kept is not None:
-                add_note(error, self._write_file(self._path or self._out.with_suffix(".latents.safetensors")))
+            # Ranks that do not decode tell of the file that rank 0 writes.
+            if self._tensors or (self.facts.parts and isinstance(error, DecodeError)):
+                add_note(error, self._write_file(self._path or str(self._out.with_suffix(".latents.safetensors"))))
             raise
-        if self._path is not None and self._refusal:
-            latents = f"the latents of {type(self._pipe).__name__}"
-            raise ModelError(f"save_latents={str(self._path)!r}: {latents} are not kept, but decoded: {self._refusal}")
+        if self._refusal:
+            raise ModelError(self._refusal)
 
-    def _write_file(self, path: Path) -> str:
-        """Write the latents, and return a line that says how to decode them."""
-        assert self._kept is not None
-        tensors, facts = self._kept
+    def _write_file(self, path: str) -> str:
+        """Write the latents if this rank has any, and return a line that says how to decode them."""
         try:
-            if self._writes:
-                path.parent.mkdir(exist_ok=True)
-                files.write_atomically(path, safetensors.torch.save(tensors, {METADATA: facts.model_dump_json()}))
+            if self._tensors:
+                Path(path).parent.mkdir(exist_ok=True)
+                metadata = {METADATA: self.facts.model_dump_json()}
+                files.write_atomically(Path(path), safetensors.torch.save(self._tensors, metadata))
         except OSError as error:
-            self._refusal = str(error.strerror)
-            return f"its latents cannot be kept in {path}: {error.strerror}"
-        self._refusal = ""
-        command = shlex.join(["ditile", "decode", str(path), "--out", str(self._out)])
+            self._refusal = f"its latents cannot be kept in {path}: {error.strerror}"
+            return self._refusal
+        command = shlex.join(["ditile", "decode", path, "--out", str(self._out)])
         return f"its latents are kept; decode them by: {command}"
 
 
-def read_facts(path: Path) -> LatentsFacts:
-    """Read the metadata of a file of latents.
+def read_facts(path: Path) -> tuple[LatentsFacts, int]:
+    """Read the metadata of a file of latents, and the number of rows of its latents.
 
     Raises:
         LoadError: if it cannot be read, or is a file of something else.
     """
-    metadata = open_safetensors(path, "np").metadata() or {}
-    if METADATA not in metadata:
+    file = open_safetensors(path, "np")
+    metadata = file.metadata() or {}
+    if METADATA not in metadata or LATENTS not in {*file.keys()}:
         raise LoadError(f"{path} has no latents of ditile; give a file of ditile generate --save-latents")
     try:
-        return LatentsFacts.model_validate_json(metadata[METADATA])
+        facts = LatentsFacts.model_validate_json(metadata[METADATA])
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = error.errors()[0]
         raise LoadError(f"{path} has latents that are not of this version: {first['loc']}: {first['msg']}") from None
-
-
-def read_values(path: Path, facts: LatentsFacts, device: torch.device) -> dict[str, Any]:
-    """Read the values of the local variables onto a device.
-
-    Raises:
-        LoadError: if they are not what the metadata says.
-    """
-    try:
-        tensors = safetensors.torch.load_file(path)
-        return {name: _restore_value(stored, tensors, device) for name, stored in facts.values.items()}
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
-        raise LoadError(f"{path} is not whole: {type(error).__name__}: {join_error_lines(error)}") from error
-
-
-def digest_config(part: Any) -> str:
-    """Compute a digest of a model's class and config, without the names of files."""
-    config = getattr(part, "config", {})
-    values = config.to_dict() if hasattr(config, "to_dict") else dict(config)
-    own = {name: value for name, value in values.items() if not name.startswith("_")}
-    text = json.dumps([type(part).__name__, own], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _store_value(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a value as JSON, with its tensors put into `tensors`. Raises `TypeError` for what cannot be kept."""
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": value.type}
-    if isinstance(value, list | tuple):
-        items = [_store_value(item, f"{name}.{place}", tensors) for place, item in enumerate(value)]
-        # Sizes of tensors become tuples.
-        kind = list if isinstance(value, list) else tuple
-        return {kind.__name__: items}
-    stored = {"tensor": name}
-    if isinstance(value, torch.Generator):
-        stored["generator"] = value.device.type
-        value = value.get_state()
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}, a {type(value).__name__}")
-    # The decode may change its own in place.
-    tensors[name] = value.detach().to("cpu", copy=True).contiguous()
-    return stored
-
-
-def _restore_value(stored: Any, tensors: dict[str, Tensor], device: torch.device) -> Any:
-    """Return what `_store_value` stored, with tensors on a device."""
-    if not isinstance(stored, dict):
-        return stored
-    if "dtype" in stored:
-        return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[stored["dtype"]]
-    for kind in (list, tuple):
-        if kind.__name__ in stored:
-            return kind(_restore_value(item, tensors, device) for item in stored[kind.__name__])
-    if "tensor" not in stored:
-        return device
-    tensor = tensors[stored["tensor"]]
-    if "generator" in stored:
-        return torch.Generator(stored["generator"]).set_state(tensor)
-    return tensor.to(device)
+    *_, rows, _ = (1, 1, *file.get_slice(LATENTS).get_shape())
+    return facts, rows

@@ -482,16 +482,13 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
 def _run_decode_command(arguments: argparse.Namespace) -> int:
     options = build_options(DecodeOptions, arguments)
     check_model_file(options.file, "file")
-    plan = Plan()
-    if options.ranks > 1:
-        # Any axis within an image will do; nothing but the VAE is divided.
-        plan = Plan(ulysses=options.ranks, vae="rows")
     from ditile.cli.decode import check_decode
 
+    # Any axis within an image will do; nothing but the VAE is divided.
+    plan = Plan(ulysses=options.ranks, vae="rows")
     facts, paths = check_decode(options)
     summary = _run_on_ranks("ditile.cli.decode.decode_latents", plan, options, (options, plan, facts, paths))
-    if summary is not None:
-        print_parts(make_console(), [f"{name:<15}{text}" for name, text in summary])
+    print_parts(make_console(), summary)
     return 0
 
 

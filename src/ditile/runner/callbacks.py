@@ -24,7 +24,6 @@ from ditile.distributed.heartbeat import note_local_work
 from ditile.distributed.launch import mark_open_line
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
-from ditile.model.decode_tail import DecodeState, capture_decode
 from ditile.model.hooks.overrides import override_attribute
 from ditile.model.pipeline_calls import explain_ended_guidance, iterate_blocks, list_call_parameters
 from ditile.parallel import rng_state
@@ -50,14 +49,14 @@ class StepWatch:
             all images in the pipeline's layout. It must not change them, and must copy any it keeps.
         latents_at: the steps for `on_latents`. At their ends the ranks exchange latents, so all ranks must give the
             same steps.
-        on_decode: called after the last step with all that the decode will read, and must copy what it keeps. On ranks
-            that return latents the output type in it is "latent".
+        on_decode: called in place of a component's `decode`, such as the VAE's, on ranks that decode: with (name of the
+            component, that method, *its arguments), and must return its result.
     """
 
     on_step: Callable[[int, int], None] | None = None
     on_latents: Callable[[int, Tensor], None] | None = None
     latents_at: set[StepNumber] | frozenset[StepNumber] = frozenset()
-    on_decode: Callable[[DecodeState], None] | None = None
+    on_decode: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         check_values(StepWatch, {name: getattr(self, name) for name in StepWatch.__slots__})
@@ -157,7 +156,6 @@ class StepEndCallbacks:
                 override_attribute(stack, owner, "progress_bar", functools.partial(progress_bar, owner.progress_bar))
         return StepCallbacks(
             self._handle_loop_begin,
-            self._handle_loop_end,
             self._handle_step_end,
             self._wants_latents,
             env.report_progress,
@@ -169,14 +167,6 @@ class StepEndCallbacks:
         self._steps = steps
         self._order = getattr(self._pipe.scheduler, "order", 1)
         self._meter.mark_loop_begin()
-
-    def _handle_loop_end(self) -> None:
-        on_decode = self._watcher.on_decode
-        if on_decode is None:
-            return
-        state = capture_decode(self._pipe)
-        if state is not None:
-            on_decode(state)
 
     def _wants_latents(self, step: int) -> bool:
         """Return whether the whole latents are gathered at the end of an iteration."""

@@ -71,7 +71,6 @@ from ditile.runner.model_files import (
     refuse_unknown_components,
     report_download_progress,
 )
-from ditile.runner.siblings import build_sibling_pipeline
 from ditile.runner.weights.checkpoint import Checkpoint, LocateFile, locate_in_folder
 from ditile.runner.weights.encoder_file import open_encoder_file
 from ditile.runner.weights.prequantized import PrequantizedCheckpoint, StoredWeights
@@ -211,55 +210,17 @@ def load(
     return pipe
 
 
-def load_decoder(name: str, pipeline: type, needed: Collection[str], dtype: str, files: Mapping[str, str]) -> Any:
-    """Load a pipeline's parts that decode onto the CPU, and no weights of its other models.
-
-    Args:
-        pipeline: the class, the model's own or another of its family.
-        needed: the names of the components, among others.
-        name, dtype, files: the model, the type, and component -> the file with its weights, as of `load`.
-
-    Raises:
-        ModelError: if the model is not one of the class.
-        LoadError: as `load`.
-    """
-    source = find_model_source(name, components=files)
-    weight_dtype = choose_weight_dtype(source, dtype)
-    loaded: Components = {}
-    others: Components = {}
-    with convert_build_errors(name):
-        components_there = list_components(source)
-        for component in components_there:
-            if component.name in needed:
-                model = load_model(component, Plan(), 0, weight_dtype, file=files.get(component.name))
-                loaded |= {} if model is None else {component.name: model}
-            elif component.cls is not None and issubclass(component.cls, diffusers.ModelMixin):
-                # Classes read sizes from its config when they are built.
-                loaded[component.name] = _build_empty_model(component.cls, component.folder, weight_dtype)
-                others[component.name] = None
-            elif component.cls is None or issubclass(component.cls, transformers.PreTrainedModel):
-                loaded[component.name] = None
-        loaded |= load_shared_components(components_there, apart=loaded)
-        cls: Any = find_pipeline_kind(source)
-        pipe: Any = cls.from_pretrained(source, dtype=weight_dtype, use_safetensors=True, **loaded)
-    if cls is not pipeline:
-        # A ControlNet takes no part in the decode.
-        pipe = build_sibling_pipeline(pipeline, pipe, {"controlnet": None, **pipe.components})
-    pipe.register_modules(**others)
-    return pipe
-
-
-def load_transformer(
+def load_component(
     name: str, component_name: str, *, dtype: torch.dtype | str | None, plan: Plan, components: ComponentFiles
 ) -> tuple[nn.Module, Any]:
-    """Load this rank's part of a pipeline's transformer onto the CPU, and nothing else of the pipeline.
+    """Load this rank's part of one model of a pipeline onto the CPU, and nothing else of the pipeline.
 
     Args:
         name, components: as for `load`.
-        component_name: transformer, or another model of the pipeline's loop.
+        component_name: transformer, vae, or another model of the pipeline.
 
     Returns:
-        The transformer, and the class of its pipeline; None if that is not diffusers' own.
+        The model, and the class of its pipeline; None if that is not diffusers' own.
 
     Raises:
         ModelError, PlanError, LoadError: as `load`.
@@ -271,9 +232,12 @@ def load_transformer(
     with convert_build_errors(name):
         there = {component.name: component for component in list_components(source)}
         if component_name not in there:
-            names = ", ".join(filter(DENOISER_NAME.fullmatch, there))
-            raise ModelError(f"{name!r} has no component {component_name!r}; there are {names or 'none'}")
+            raise ModelError(f"{name!r} has no component {component_name!r}; there are {', '.join(there)}")
         component = there[component_name]
+        if component.cls is None:
+            # The class of a vocoder is in the package of its pipeline.
+            package = getattr(diffusers.pipelines, str(component.library), None)
+            component = component._replace(cls=getattr(package, str(component.class_name), None))
         model = load_model(component, plan, rank, weight_dtype, file=components.get(component_name))
         if model is None:
             raise ModelError(

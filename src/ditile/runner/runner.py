@@ -479,7 +479,7 @@ class Runner:
         assert self._stop_event is not None
         generators = rng_state.list_generators(call.get("generator"), parts.device)
         meter = CallMeter(parts.device, parts.trace, mesh.traffic, traced=self.trace)
-        decodes = DecodeChecks()
+        decodes = DecodeChecks(watcher.on_decode)
         # All ranks continue rank 0's generators, so this comes before any random number is used.
         rng_state.synchronise_generators(generators, 0, mesh.within_calls, mesh.traffic)
         with ExitStack() as stack:
@@ -494,11 +494,11 @@ class Runner:
                 if self._decisions is None:
                     self._decisions = AgreementGroups.create_groups(self.plan, mesh, parts.device)
                 decisions = self._decisions
-            # These checks come before the strategies, so that each replica checks its own decoded output.
-            decodes.install_checks(stack, self.pipe)
             hide_block_tracebacks(stack)
             loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first_only))
             ends.loop = loop
+            # Around the strategies, so that a watcher gets the latents of all images, not of a replica's.
+            decodes.install_checks(stack, self.pipe)
             # The first rank of each replica decodes its images, or every rank decodes its rows.
             if first_only and mesh.image.index != 0 and self.plan.vae == "whole":
                 if is_modular(self.pipe):
@@ -513,7 +513,7 @@ class Runner:
         decoding_group = None if ends.decodes_alone else mesh.within_calls
         for complaint in gather_json(decodes.complaint, decoding_group):
             if complaint is not None:
-                raise ModelError(complaint)
+                raise DecodeError(complaint)
         kept_bytes = sum(cache.kept_bytes for cache in parts.model_caches)
         recorded = None
         if parts.recorder is not None:
@@ -751,21 +751,32 @@ def _check_same_value(name: str, rank: int, value: Any, other_rank: int, other: 
         )
 
 
-class DecodeChecks:
-    """Checks that the decoded output of a pipeline's call is finite: NaN would become a black image."""
+class DecodeError(ModelError):
+    """Decoded output that is not finite, on one of the ranks."""
 
-    def __init__(self) -> None:
+
+class DecodeChecks:
+    """Checks that the decoded output of a pipeline's call is finite: NaN would become a black image.
+
+    Args:
+        on_decode: as of `StepWatch`.
+    """
+
+    def __init__(self, on_decode: Callable[..., Any] | None = None) -> None:
         self.complaint: str | None = None
+        self._on_decode = on_decode
 
     def install_checks(self, stack: ExitStack, pipe: Any) -> None:
         """Check all decoded output, of a VAE or its substitute, until the stack is closed."""
-        for coder in pipe.components.values():
+        for part, coder in pipe.components.items():
             decode = getattr(coder, "decode", None)
             if isinstance(coder, nn.Module) and callable(decode):
-                check = functools.partial(self._decode, type(coder).__name__)
+                check = functools.partial(self._decode, part, type(coder).__name__)
                 override_attribute(stack, coder, "decode", WatchedMethod(check, decode))
 
-    def _decode(self, name: str, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _decode(self, part: str, name: str, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._on_decode is not None:
+            decode = functools.partial(self._on_decode, part, decode)
         result = decode(*args, **kwargs)
         decoded = result
         if not isinstance(result, Tensor):

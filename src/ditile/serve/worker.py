@@ -47,6 +47,7 @@ from ditile.runner.requests.results import (
     add_picture_texts,
     build_png_texts,
     choose_fps,
+    describe_settings,
     encode_drawn,
     list_outputs,
 )
@@ -302,12 +303,13 @@ class RankWorker:
             texts["components"] = json.dumps(self._facts.components)
         if request.loras:
             texts["loras"] = json.dumps(request.loras)
+        settings = describe_settings(self._pipe, call, texts)
         fps = choose_fps(self._pipe, options, call)
         seeds = list_request_seeds(options)
         names = [f"{index}.{request.output_format}" for index in range(len(outputs))]
         files = {}
         for name, seed, (output, sound) in zip(names, seeds, outputs, strict=True):
-            own_texts = add_picture_texts(texts, self._pipe, call, options.prompt, seed, output)
+            own_texts = add_picture_texts(texts, settings, options.prompt, seed, output)
             quality = request.output_compression
             content, poster = encode_drawn(output, request.output_format, quality, fps, own_texts, sound)
             files[name] = content

@@ -219,11 +219,7 @@ class Loop:
         # A user's wrapper of a scheduler forwards `timesteps` without having the attribute itself.
         self._owns_timesteps = "timesteps" in vars(self._scheduler)
         self._plain_timesteps = self._scheduler.timesteps
-        self._scheduler.timesteps = StepTimesteps.wrap_timesteps(self._plain_timesteps, self._iterate_to_the_end)
-
-    def _iterate_to_the_end(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
-        yield from self.iterate_micro_steps(timesteps)
-        self._callbacks.on_loop_end()
+        self._scheduler.timesteps = StepTimesteps.wrap_timesteps(self._plain_timesteps, self.iterate_micro_steps)
 
     # The methods below run one iteration of the pipeline's loop.
 

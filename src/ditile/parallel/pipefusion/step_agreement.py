@@ -29,7 +29,6 @@ class StepCallbacks:
 
     Attributes:
         on_loop_begin: called with the number of steps when the loop begins.
-        on_loop_end: called when the loop asks for a timestep and none is left, before the decode.
         on_step_end: called with (step, timestep, latents) at the end of each step; latents are whole only in steps for
             which `wants_latents` is true.
         wants_latents: returns whether a step needs the whole latents on every rank.
@@ -39,7 +38,6 @@ class StepCallbacks:
     """
 
     on_loop_begin: Callable[[int], None]
-    on_loop_end: Callable[[], None]
     on_step_end: Callable[[int, Any, Tensor], None]
     wants_latents: Callable[[int], bool]
     progress: Callable[[], None]

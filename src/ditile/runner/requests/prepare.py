@@ -90,12 +90,12 @@ def prepare_transformer(
         DitileError: as `prepare_runner`.
     """
     set_up_rank(engine)
-    from ditile.runner.load import load_transformer
+    from ditile.runner.load import load_component
     from ditile.runner.transformer_calls import build_transformer_calls
 
     is_whole = cuts_loras_with_weights(plan, cache)
     with Status(f"loading the {component} of {model}"):
-        transformer, owner = load_transformer(
+        transformer, owner = load_component(
             model, component, dtype=engine.dtype, plan=Plan() if is_whole else plan, components=components
         )
     return divide_pipeline(build_transformer_calls(transformer, owner), engine, plan, cache, is_whole=is_whole)

@@ -48,6 +48,7 @@ SAMPLERS = {
     "LCMScheduler": "LCM",
 }
 """Class of diffusers -> the name that AUTOMATIC1111 has for it."""
+_NEGATIVE = "Negative prompt"
 
 
 def build_png_texts(
@@ -96,10 +97,35 @@ def build_png_texts(
     return texts
 
 
+def describe_settings(pipe: DiffusionPipeline, call: CallArguments, texts: Mapping[str, str]) -> JsonObject:
+    """Describe a call in the words of AUTOMATIC1111. The seed and the size are those of a picture, and None here.
+
+    Args:
+        texts: as of `build_png_texts`.
+    """
+    complete: CallArguments = {}
+    for name, parameter in list_call_parameters(pipe).items():
+        if parameter.default is not inspect.Parameter.empty:
+            complete[name] = parameter.default
+    complete |= call
+    scheduler = type(getattr(pipe, "scheduler", None)).__name__
+    return {
+        _NEGATIVE: complete.get("negative_prompt") or None,
+        "Steps": complete.get("num_inference_steps"),
+        "Sampler": SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler")),
+        "CFG scale": complete.get("guidance_scale"),
+        "True CFG scale": complete.get("true_cfg_scale"),
+        "Seed": None,
+        "Size": None,
+        "Model": texts["model"],
+        "Denoising strength": complete.get("strength"),
+        "Version": f"ditile {version('ditile')}",
+    }
+
+
 def add_picture_texts(
     texts: Mapping[str, str],
-    pipe: DiffusionPipeline,
-    call: CallArguments,
+    settings: JsonObject,
     prompt: str | None,
     seed: int,
     drawn: Image.Image | Video | Sound,
@@ -107,14 +133,9 @@ def add_picture_texts(
     """Return the texts of one image, video or sound: from its request, its prompt and seed, and those of AUTOMATIC1111.
 
     Args:
-        texts: as of `build_png_texts`.
+        texts, settings: as of `build_png_texts` and `describe_settings`.
     """
     prompt = prompt or ""
-    complete: CallArguments = {}
-    for name, parameter in list_call_parameters(pipe).items():
-        if parameter.default is not inspect.Parameter.empty:
-            complete[name] = parameter.default
-    complete |= call
     size = None
     if isinstance(drawn, np.ndarray):
         # A video is [F, H, W, 3].
@@ -122,21 +143,11 @@ def add_picture_texts(
         size = f"{width}x{height}"
     elif not isinstance(drawn, Sound):
         size = "{}x{}".format(*drawn.size)
-    scheduler = type(getattr(pipe, "scheduler", None)).__name__
-    values = {
-        "Steps": complete.get("num_inference_steps"),
-        "Sampler": SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler")),
-        "CFG scale": complete.get("guidance_scale"),
-        "True CFG scale": complete.get("true_cfg_scale"),
-        "Seed": seed,
-        "Size": size,
-        "Model": texts["model"],
-        "Denoising strength": complete.get("strength"),
-        "Version": f"ditile {version('ditile')}",
-    }
+    values = settings | {"Seed": seed, "Size": size}
     lines = [prompt]
-    if complete.get("negative_prompt"):
-        lines.append(f"Negative prompt: {complete['negative_prompt']}")
+    negative = values.pop(_NEGATIVE, None)
+    if negative is not None:
+        lines.append(f"{_NEGATIVE}: {negative}")
     parts = []
     for name, value in drop_missing(values).items():
         text = str(value)
