@@ -1,4 +1,4 @@
-"""Compares the images of two checkouts of ditile, bit for bit: 20 calls over families, plans, caches, videos and edits.
+"""Compares the images of two checkouts of ditile, bit for bit: 40 calls of plans, caches, videos, edits and weights.
 
     git worktree add ../before COMMIT
     python -m benchmarks.same_images ../before .
@@ -11,7 +11,9 @@ The exit status is 1 if an image differs or a call fails.
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
+import inspect
 import json
 import os
 import subprocess
@@ -29,7 +31,8 @@ SIZE = {"height": 128, "width": 128}
 class ImageCall(NamedTuple):
     """What is drawn: a bundled model, its plan as text, arguments of the call, and a cache.
 
-    `task` is the pipeline's task: "text", "edit" (image to image), "inpaint" or "reference" (FLUX Kontext).
+    `task` is the pipeline's task: "text", "edit" (image to image), "inpaint", "reference" (FLUX Kontext), "control"
+    (ControlNet) or "two models" (Wan 2.2). `weights` says what is done to the model first: "lora", "int8" or "offload".
     """
 
     name: str
@@ -38,10 +41,14 @@ class ImageCall(NamedTuple):
     call: dict[str, Any]
     cache: dict[str, Any]
     task: str = "text"
+    weights: str = ""
 
 
 STEPS = {"num_inference_steps": 6, **SIZE}
 LONG = {"num_inference_steps": 12}
+FITTED = {**STEPS, "num_inference_steps": 20, "true_cfg_scale": 2.0, "negative_prompt": ""}
+FITTED_CFG = {"num_inference_steps": 20, "height": 64, "width": 64, "guidance_scale": 2.0}
+EIGHT = {"class": "FittedScheduleConfig", "steps": 8}
 FEW = {"num_inference_steps": 4, **SIZE}
 CFG = {**STEPS, "guidance_scale": 4.0}
 CACHE = {"Fn_compute_blocks": 1, "residual_diff_threshold": 0.3, "max_warmup_steps": 2}
@@ -67,6 +74,26 @@ CALLS = (
     ImageCall("edit", "shapes-flux", "pipefusion=2 patches=2 warmup=1", {**STEPS, "strength": 0.8}, {}, "edit"),
     ImageCall("inpaint", "shapes-flux", "pipefusion=2 patches=2 warmup=1", {**STEPS, "strength": 0.9}, {}, "inpaint"),
     ImageCall("reference", "shapes-flux", "pipefusion=2 patches=2 warmup=1 references=2", STEPS, {}, "reference"),
+    ImageCall("both sequences", "shapes-flux", "ulysses=2 ring=2", STEPS, {}),
+    ImageCall("tensor and stages", "shapes-pixart", "tensor=2 pipefusion=2 patches=2 warmup=1", CFG, {}),
+    ImageCall("all warmup at once", "shapes-flux", "pipefusion=2 patches=4 warmup=2 warmup_mode=pipelined", STEPS, {}),
+    ImageCall("messages in int8", "shapes-flux", "ulysses=2 wire_dtype=int8", STEPS, {}),
+    ImageCall("unlike shares", "shapes-pixart", "ulysses=2 token_weights=1,2", CFG, {}),
+    ImageCall("video over ranks", "shapes-wan", "ulysses=2 vae=rows", CLIP, {}),
+    ImageCall("video and cfg", "shapes-wan", "cfg=2", {**CLIP, "guidance_scale": 4.0}, {}),
+    ImageCall("fitted", "shapes-flux", "", FITTED, EIGHT),
+    ImageCall("fitted on stages", "shapes-pixart", "pipefusion=2 patches=2", FITTED_CFG, EIGHT),
+    ImageCall("forecasts", "shapes-flux", "", {**STEPS, **LONG}, {**CACHE, "taylor": 1}),
+    ImageCall("pruned blocks", "shapes-flux", "", {**STEPS, **LONG}, {"class": "DBPruneConfig", **CACHE}),
+    ImageCall("whole calls left out", "shapes-pixart", "", {**CFG, **LONG}, {"class": "EasyCacheConfig"}),
+    ImageCall("cache of a video", "shapes-wan", "ulysses=2", {**CLIP, "num_inference_steps": 8}, CACHE),
+    ImageCall("edit over ranks", "shapes-flux", "ulysses=2", {**STEPS, "strength": 0.6}, {}, "edit"),
+    ImageCall("control", "shapes-flux", "ulysses=2", STEPS, {}, "control"),
+    ImageCall("control on stages", "shapes-flux", "pipefusion=2 patches=2 warmup=1", STEPS, {}, "control"),
+    ImageCall("two models", "shapes-wan", "pipefusion=2 patches=2 warmup=1", CLIP, {}, "two models"),
+    ImageCall("lora", "shapes-flux", "tensor=2", STEPS, {}, "text", "lora"),
+    ImageCall("quantized", "shapes-flux", "ulysses=2", STEPS, {}, "text", "int8"),
+    ImageCall("offloaded", "shapes-flux", "pipefusion=2 patches=2 warmup=1 offload=blocks", STEPS, {}),
 )  # fmt: skip
 
 
@@ -94,7 +121,11 @@ def draw(number: int) -> str:
     pipe = build_pipeline(call)
     arguments = build_arguments(call, pipe)
     if call.cache:
-        ditile.enable_cache(pipe, dict(call.cache))
+        fields = dict(call.cache)
+        config_class = getattr(ditile, fields.pop("class", "DBCacheConfig"))
+        order = fields.pop("taylor", None)
+        calibrator = None if order is None else ditile.TaylorSeerCalibratorConfig(taylorseer_order=order)
+        ditile.enable_cache(pipe, config_class(**fields), calibrator)
     runner = ditile.parallelize(pipe, plan, device="cpu")
     result = runner(**arguments)
     images = getattr(result, "images", None)
@@ -106,10 +137,32 @@ def draw(number: int) -> str:
 def build_pipeline(call: ImageCall) -> Any:
     """The pipeline of the call's task, with the weights of the bundled model."""
     import diffusers
+    import torch
 
     import ditile
 
     pipe = ditile.load(call.model)
+    torch.manual_seed(5)
+    if call.weights == "int8":
+        ditile.quantize(pipe, "int8_weight_only")
+    if call.weights == "lora":
+        import peft
+
+        targets = ["attn.to_q", "attn.to_v", "ff.net.2"]
+        pipe.transformer.add_adapter(peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    if call.task == "control":
+        parameters = inspect.signature(diffusers.FluxControlNetModel.__init__).parameters
+        config = {name: value for name, value in pipe.transformer.config.items() if name in parameters}
+        control = diffusers.FluxControlNetModel(**config | {"num_layers": 1, "num_single_layers": 1})
+        for weight in control.parameters():
+            weight.data = 0.05 * torch.randn_like(weight)
+        pipe = diffusers.FluxControlNetPipeline(**pipe.components, controlnet=control)
+    if call.task == "two models":
+        second = copy.deepcopy(pipe.transformer)
+        for weight in second.parameters():
+            weight.data *= 1.02
+        pipe.register_modules(transformer_2=second)
+        pipe.register_to_config(boundary_ratio=0.5)
     classes = {
         "edit": diffusers.FluxImg2ImgPipeline,
         "inpaint": diffusers.FluxInpaintPipeline,
@@ -132,7 +185,9 @@ def build_arguments(call: ImageCall, pipe: Any) -> dict[str, Any]:
         return arguments
     image = Image.new("RGB", (SIZE["width"], SIZE["height"]), "gray")
     ImageDraw.Draw(image).ellipse((20, 30, 80, 90), fill="green")
-    arguments["image"] = image
+    if call.task == "two models":
+        return arguments
+    arguments["control_image" if call.task == "control" else "image"] = image
     if call.task == "inpaint":
         mask = Image.new("L", image.size, 0)
         ImageDraw.Draw(mask).rectangle((64, 0, 127, 127), fill=255)
