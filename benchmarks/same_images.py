@@ -47,7 +47,7 @@ class ImageCall(NamedTuple):
 STEPS = {"num_inference_steps": 6, **SIZE}
 LONG = {"num_inference_steps": 12}
 FITTED = {**STEPS, "num_inference_steps": 20, "true_cfg_scale": 2.0, "negative_prompt": ""}
-FITTED_CFG = {"num_inference_steps": 20, "height": 64, "width": 64, "guidance_scale": 2.0}
+FITTED_CFG = {**STEPS, "num_inference_steps": 20, "guidance_scale": 2.0, "use_resolution_binning": False}
 EIGHT = {"class": "FittedScheduleConfig", "steps": 8}
 FEW = {"num_inference_steps": 4, **SIZE}
 CFG = {**STEPS, "guidance_scale": 4.0}
