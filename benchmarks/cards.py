@@ -9,6 +9,7 @@ The page's own words stay; the rows of a model have their place between `<!-- MO
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks.page import DOCS, fill_page_blocks
 from ditile.distributed import files
 from ditile.plan.errors import PlanError
 from ditile.plan.numbers import format_number
+from ditile.plan.plan import Plan
 from ditile.planner.hardware import load_profile
 from ditile.planner.memory import count_host_memory, count_rank_memory
 from ditile.planner.question import PlanQuestion
@@ -70,10 +72,7 @@ def _iterate_rows(subject: PlanSubject, call: dict[str, Any]) -> Iterator[str]:
             yield f"| {name} | | | | memory: {str(error).partition(';')[0]} | |"
             continue
         best = result.prices[0]
-        equal = result.equal_shares
-        beside = ""
-        if equal is not None:
-            beside = "does not fit" if equal.lacks_bytes else format_number(equal.price.call_s)
+        beside = price_equal_shares(best.plan, search)
         job = subject.make_plan_job(best.plan, search.shape)
         peaks = []
         for rank in range(best.plan.world):
@@ -83,6 +82,19 @@ def _iterate_rows(subject: PlanSubject, call: dict[str, Any]) -> Iterator[str]:
             peaks.append(f"{memory.peak_bytes / 1e9:.0f}")
         why = name_limit(result, subject, search)
         yield f"| {name} | {format_number(best.call_s)} | {beside} | {', '.join(peaks)} GB | {why} | `{best.plan}` |"
+
+
+def price_equal_shares(plan: Plan, search: PlanSearch) -> str:
+    """The seconds of a plan with equal shares; nothing where its own are equal."""
+    names = ("stage_blocks", "stage_weights", "token_weights", "tensor_weights", "rank_weights")
+    equal = dataclasses.replace(plan, **dict.fromkeys(names))
+    if equal == plan:
+        return ""
+    try:
+        [price] = search.price_plan(equal).prices
+    except PlanError:
+        return "does not fit"
+    return format_number(price.call_s)
 
 
 def name_limit(result: SearchResult, subject: PlanSubject, search: PlanSearch) -> str:

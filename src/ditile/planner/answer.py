@@ -7,69 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from textwrap import wrap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ditile.plan.cost import PlannedCall
 from ditile.plan.numbers import format_bytes, format_number
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import FEW_STEPS
-from ditile.planner.memory import HostMemory, RankMemory, count_offloaded_bytes
-from ditile.planner.profile import Profile
+from ditile.planner.memory import HostMemory, RankMemory
 from ditile.planner.search import SearchResult
-from ditile.planner.subject import PlanSubject
 from ditile.runner.requests.console import make_numbered_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-class RankShare(NamedTuple):
-    """A rank's share of the work.
-
-    Attributes:
-        memory_bytes: of its device.
-        blocks: how many.
-        tokens: share of the image, 0 to 1.
-        weights: share of those of its blocks that `tensor` divides, 0 to 1.
-        heads: for which it attends.
-        decode: share of the decode, 0 to 1.
-        host_bytes: weights that it keeps in the host's memory.
-    """
-
-    device: str
-    memory_bytes: int
-    blocks: int
-    tokens: float
-    weights: float
-    heads: int
-    decode: float
-    host_bytes: int
-
-
-def list_rank_shares(subject: PlanSubject, job: PlannedCall, profile: Profile) -> tuple[RankShare, ...]:
-    """Return the share of each rank; none if all devices and shares are alike."""
-    if job.plan.world == 1 or not (profile.by_rank or job.plan.has_unlike_ranks):
-        return ()
-    parts = job.shard_tokens(None)
-    # Rows that DistriFusion does not divide and the text of every rank are left out.
-    tokens = sum(part.image_tokens for part in parts)
-    shares = []
-    for rank in range(job.plan.world):
-        planned = job.plan_rank(rank)
-        device = profile.get_rank_profile(rank)
-        shares.append(
-            RankShare(
-                device=device.name,
-                memory_bytes=device.memory_bytes,
-                blocks=len(planned.blocks),
-                tokens=parts[planned.token_place].image_tokens / tokens,
-                weights=1 / planned.divisor,
-                heads=planned.heads,
-                decode=planned.compute_decode_share(job.shape.height // subject.vae_scale),
-                host_bytes=count_offloaded_bytes(subject, planned),
-            )
-        )
-    return tuple(shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +34,7 @@ class PlanAnswer:
         memories: for each plan, the needs of each of its ranks.
         hosts: for each plan, the host memory needed by the ranks of a host.
         host_memory_bytes: bytes of a host's memory; 0 if they are not known.
-        shares: for each plan, each rank's share of the work, if devices or shares are not alike.
+
         is_unlike: whether `hardware` names the device of each rank.
         models: transformers that are called in turns; memory has all of them on every rank.
         lacks_tape_memory: whether nothing is recorded because recorded calls do not fit a device.
@@ -101,24 +49,15 @@ class PlanAnswer:
     memories: tuple[tuple[RankMemory, ...], ...] = ()
     hosts: tuple[HostMemory, ...] = ()
     host_memory_bytes: int = 0
-    shares: tuple[tuple[RankShare, ...], ...] = ()
+
     is_unlike: bool = False
     models: int = 1
     lacks_tape_memory: bool = False
 
     def to_json_dict(self) -> JsonObject:
         """Convert the answer to JSON types for programs."""
-        equal_shares = None
-        if self.result.equal_shares is not None:
-            price = self.result.equal_shares.price
-            equal_shares = {
-                "plan": str(price.plan),
-                "latency_s": price.latency_s,
-                "lacks_bytes": self.result.equal_shares.lacks_bytes,
-                "memory_bytes": price.memory_bytes,
-            }
         plans = []
-        for price, ranks, host, shares in zip(self.result.prices, self.memories, self.hosts, self.shares, strict=True):
+        for price, ranks, host in zip(self.result.prices, self.memories, self.hosts, strict=True):
             plans.append(
                 {
                     "plan": str(price.plan),
@@ -132,7 +71,7 @@ class PlanAnswer:
                     "decode_s": price.decode_s,
                     "memory_by_rank": [rank._asdict() | {"peak": rank.peak_bytes} for rank in ranks],
                     "memory_of_host": host._asdict(),
-                    "share_by_rank": [share._asdict() for share in shares],
+
                 }
             )
         return {
@@ -143,7 +82,7 @@ class PlanAnswer:
             "legal": self.result.legal,
             "uncounted": list(self.uncounted),
             "host_memory_bytes": self.host_memory_bytes or None,
-            "equal_shares": equal_shares,
+
             "plans": plans,
         }
 
@@ -199,9 +138,7 @@ class PlanAnswer:
         tables += make_numbered_tables(labels, columns)
         tables.append("GB of each rank under plan 1; keys are those of the step before")
         tables.append(make_memory_table(self.memories[0]))
-        if self.shares[0]:
-            tables.append("shares of each rank under plan 1")
-            tables.append(make_share_table(self.shares[0]))
+
         tables += ["\n".join(wrap(remark, 80)) for remark in self._iterate_remarks()]
         return tables
 
@@ -221,11 +158,7 @@ class PlanAnswer:
                 f"the whole call under plan 1: {format_number(best.call_s)} s, text encoders "
                 f"{format_number(best.text_s, 2)} of it and decode {format_number(best.decode_s, 2)}"
             )
-        equal = self.result.equal_shares
-        if equal is not None:
-            lacks = f", and lacks {format_bytes(equal.lacks_bytes)} of memory" if equal.lacks_bytes else ""
-            seconds = format_number(equal.price.latency_s)
-            yield f"with equal shares plan 1 would take {seconds} s: '{equal.price.plan}'{lacks}"
+
         if self.call["pictures"]:
             tokens = ", and their tokens, if there are any" if self.call["references"] is None else ""
             yield (
@@ -274,25 +207,6 @@ def make_memory_table(memories: Sequence[RankMemory]) -> Table:
         cells = [f"{getattr(memory, name) / 1e9:.2f}" for name in parts.values()]
         # A run of ranks a line: a row of many runs would be wider than a terminal.
         table.add_row(format_ranks(alike).replace(", ", "\n"), *cells)
-    return table
-
-
-def make_share_table(shares: Sequence[RankShare]) -> Table:
-    """Make a table of each rank's share of the work, in 80 columns."""
-    from rich.table import Table
-
-    table = Table("rank", "device")
-    titles = ["memory", "blocks", "tokens", "heads", "decode"]
-    if any(share.host_bytes for share in shares):
-        titles.append("in the host")
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    for rank, share in enumerate(shares):
-        cells = [format_bytes(share.memory_bytes), str(share.blocks), f"{share.tokens:.0%}", str(share.heads)]
-        cells.append(f"{share.decode:.0%}")
-        if "in the host" in titles:
-            cells.append(format_bytes(share.host_bytes))
-        table.add_row(str(rank), share.device, *cells)
     return table
 
 

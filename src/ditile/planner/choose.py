@@ -67,7 +67,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         PlanError: if no plan fits, or the plan to be priced does not.
         ModelError, LoadError: if the model cannot be planned for.
     """
-    from ditile.planner.answer import PlanAnswer, list_rank_shares
+    from ditile.planner.answer import PlanAnswer
     from ditile.planner.memory import can_record_calls, count_host_memory, count_rank_memory
 
     search = _prepare_search(question, all_devices=all_devices)
@@ -85,14 +85,13 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     tokens = subject.count_text_tokens(search.call)
     memories = []
     hosts = []
-    shares = []
     for price in result.prices:
         job = subject.make_plan_job(price.plan, search.shape)
         by_rank = []
         for rank in range(price.plan.world):
             by_rank.append(count_rank_memory(subject, job, profile, rank, tokens, records=price.is_recorded))
         memories.append(tuple(by_rank))
-        shares.append(list_rank_shares(subject, job, profile))
+
         hosts.append(count_host_memory(subject, job, request.ranks_of_host))
     best = result.prices[0]
     can_record = can_record_calls(best.plan, profile) and search.skips.can_be_recorded(best.plan)
@@ -105,7 +104,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         uncounted=subject.uncounted,
         memories=tuple(memories),
         hosts=tuple(hosts),
-        shares=tuple(shares),
+
         is_unlike=bool(profile.by_rank),
         host_memory_bytes=search.host_bytes,
         models=subject.models,

@@ -120,18 +120,6 @@ class SizedJob(NamedTuple):
     on_host: bool
 
 
-class EqualShares(NamedTuple):
-    """The first plan with equal shares, on devices that are not alike.
-
-    Attributes:
-        price: its price.
-        lacks_bytes: bytes that a device or the host lacks for it.
-    """
-
-    price: Price
-    lacks_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """The result of a search.
@@ -140,11 +128,11 @@ class SearchResult:
         prices: of the plans that fit, the fastest first. The last one is of one device, if that fits.
         too_large: how many plans need more memory than there is, of those that were looked at before enough fitted.
         legal: how many plans were searched: all that the model and the call allow.
-        equal_shares: None if devices are alike, or the shares of the first plan are equal.
+
     """
 
     prices: tuple[Price, ...]
-    equal_shares: EqualShares | None
+
     too_large: int = 0
     legal: int = 1
 
@@ -261,8 +249,7 @@ class PlanSearch:
                 f"no plan takes at most {limit:g} s: the fastest, '{prices[0].plan}', takes "
                 f"{prices[0].latency_s:.3g} s; use more devices, fewer steps or a cache"
             )
-        equal_shares = self._find_equal_shares(allowed[0])
-        return SearchResult(tuple(allowed), equal_shares, len(too_large), len(jobs_by_bound))
+        return SearchResult(tuple(allowed), len(too_large), len(jobs_by_bound))
 
     def _price_one_device(self) -> list[Price]:
         """Return the price of the plan for one device; none if it does not fit."""
@@ -293,7 +280,7 @@ class PlanSearch:
         limit = request.max_latency_s
         if limit is not None and price.latency_s > limit:
             raise PlanError(f"'{plan}' takes {price.latency_s:.3g} s, and max_latency={limit:g}")
-        return SearchResult((price,), self._find_equal_shares(price))
+        return SearchResult((price,))
 
     def predict_call_seconds(self, plan: Plan, num_computed: int) -> float:
         """Predict the seconds of the whole call if only `num_computed` of its steps compute and the others are
@@ -603,27 +590,6 @@ class PlanSearch:
         if not self._device_speeds:
             return plan
         return weigh_ends(plan, self._device_speeds)
-
-    def _find_equal_shares(self, best: Price) -> EqualShares | None:
-        """Return the best plan with equal shares; None if devices are alike, or its shares are equal."""
-        equal = replace(
-            best.plan,
-            stage_blocks=None,
-            stage_weights=None,
-            token_weights=None,
-            tensor_weights=None,
-            rank_weights=None,
-        )
-        if not self.profile.by_rank or equal == best.plan:
-            return None
-        sized = self._size_plan(equal)
-        price = self._complete_price(self._price_job(sized), may_divide=False)
-        # The division of decode and text only counts in calls with a price for them.
-        has_equal_loop = sized.job.has_shares_of(self._make_job(best.plan))
-        if has_equal_loop and price.call_s <= best.call_s:
-            return None
-        return EqualShares(price, max(sized.lacks, 0))
-
 
 def _format_gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
