@@ -14,13 +14,36 @@ from hypothesis import strategies as st
 
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import SEND_OF_RECEIVE, MicroStep, Op, OpKind, PatchSchedule
-from ditile.plan.simulate import Span, bound_speedup, compute_makespan, simulate_schedule
+from ditile.plan.simulate import Span, bound_speedup, simulate_schedule
 
 UP_TO_8 = range(1, 9)
 
 
 def end(spans: list[Span]) -> float:
     return max(span.end for span in spans)
+
+
+def compute_makespan(schedule: PatchSchedule, calls: int = 1) -> float:
+    """The time of a generation by a formula, in units of one step on one rank.
+
+    In units of one stage's time for one patch and call, 1 / (N M c), an asynchronous step takes
+    max(M c, N - 1 + c): either the stages are busy, or a patch waits for its return. A synchronous step takes 1; in
+    micro-batches (or calls) with q as the share of the largest, (1 + (N - 1) q) / N; in a group of R, 1 / R.
+    """
+    n, m, c = schedule.stages, schedule.patches, calls
+    num_stale, num_begins = 0, 0
+    for step in range(schedule.steps):
+        if schedule.reads_stale_keys(step):
+            num_stale += 1
+            # The pipeline fills again after a synchronous step.
+            num_begins += step == 0 or not schedule.reads_stale_keys(step - 1)
+    period = max(m * c, n - 1 + c)
+    asynchronous = num_stale * period + num_begins * (m * c + n - 1 - period)
+    largest = len(schedule.split_micro_batches(MicroStep(0, None))[0]) / schedule.batch / c
+    synchronous = (1 + (n - 1) * largest) / n
+    if schedule.warmup_group_size:
+        synchronous = 1 / schedule.warmup_group_size
+    return (schedule.steps - num_stale) * synchronous + asynchronous / (n * m * c)
 
 
 @st.composite

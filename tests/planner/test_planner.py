@@ -23,7 +23,7 @@ from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Op, OpKind
-from ditile.plan.simulate import compute_makespan
+from ditile.plan.simulate import bound_speedup
 from ditile.planner import hardware
 from ditile.planner.choose import plan_for
 from ditile.planner.kernel_times import Work
@@ -82,7 +82,7 @@ def test_operations_are_those_of_the_forward(name: str) -> None:
 
 @pytest.mark.parametrize("text", ["pipefusion=2 patches=4", "pipefusion=4 patches=4 warmup=3", "patches=2", "data=1"])
 def test_equal_stages_and_free_messages_take_the_makespan(text: str) -> None:
-    """The price is the schedule's: with one cost for each row of tokens it is the formula of `compute_makespan`."""
+    """The price is the schedule's: with one cost for each row of tokens it is that of `bound_speedup`."""
     one = subject("shapes-pixart")
     shape = one.make_call_shape(call("shapes-pixart", **SMALL))
     job = one.make_plan_job(Plan.parse(text), shape)
@@ -90,7 +90,7 @@ def test_equal_stages_and_free_messages_take_the_makespan(text: str) -> None:
     alone = pricer.price_call(one.make_plan_job(Plan(), shape)).latency_s
     price = pricer.price_call(job)
     assert price.exposed_s == pytest.approx(0, abs=1e-9)
-    assert price.latency_s / alone == pytest.approx(compute_makespan(job.step_schedule, 1) / shape.steps, rel=0.06)
+    assert price.latency_s / alone == pytest.approx(1 / bound_speedup(job.step_schedule), rel=0.06)
     assert price.latency_s == pytest.approx(price.compute_s + price.bubble_s)
 
 

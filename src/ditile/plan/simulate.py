@@ -104,40 +104,4 @@ def bound_speedup(schedule: PatchSchedule, calls: int = 1) -> float:
     In serial mode with one call it is `S / (W + (S - W) / min(N, M) + (min(N, M) - 1) / (N M))`. With W = 0 and
     M >= N the useful share of the stages' time is the paper's `M S / (M S + N - 1)`.
     """
-    return schedule.steps / compute_makespan(schedule, calls)
-
-
-def compute_makespan(schedule: PatchSchedule, calls: int = 1) -> float:
-    """Compute the time of a generation in units of one step on one rank. `simulate_schedule` finds the same with unit
-    costs.
-
-    In units of one stage's time for one patch and call, 1 / (N M c), an asynchronous step takes
-    max(M c, N - 1 + c): either the stages are busy, or a patch waits for its return. A synchronous step takes 1; in
-    micro-batches (or calls) with q as the share of the largest, (1 + (N - 1) q) / N; in a group of R, 1 / R.
-    """
-    n = schedule.stages
-    m = schedule.patches
-    c = calls
-    steps = range(schedule.steps)
-    if schedule.distrifusion > 1:
-        num_shorter = sum(not schedule.computes_references(step) for step in steps)
-        return (schedule.steps - schedule.reference_share * num_shorter) / schedule.distrifusion
-    # The formula does not cover patches that are left out.
-    if schedule.num_references:
-        return max(span.end for span in simulate_schedule(schedule, calls=calls))
-    num_stale = 0
-    num_begins = 0
-    for step in steps:
-        if schedule.reads_stale_keys(step):
-            num_stale += 1
-            # The pipeline fills again after a synchronous step.
-            if step == 0 or not schedule.reads_stale_keys(step - 1):
-                num_begins += 1
-    period = max(m * c, n - 1 + c)
-    asynchronous = num_stale * period + num_begins * (m * c + n - 1 - period)
-    if schedule.warmup_group_size:
-        synchronous = 1 / schedule.warmup_group_size
-    else:
-        largest = len(schedule.split_micro_batches(MicroStep(0, None))[0]) / schedule.batch / c
-        synchronous = (1 + (n - 1) * largest) / n
-    return (schedule.steps - num_stale) * synchronous + asynchronous / (n * m * c)
+    return schedule.steps / max(span.end for span in simulate_schedule(schedule, calls=calls))

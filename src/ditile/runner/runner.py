@@ -83,9 +83,7 @@ from ditile.plan.errors import (
 from ditile.plan.extras import import_lab
 from ditile.plan.option_classes import CallArguments, JsonObject, check_value, checked
 from ditile.plan.plan import Facts, Plan, suggest_whole_images
-from ditile.plan.schedule import PatchSchedule
 from ditile.plan.shape import CallFamily, Shape, count_images, fill_call_defaults
-from ditile.plan.simulate import bound_speedup
 from ditile.runner import digest
 from ditile.runner.callbacks import NOBODY, StepEndCallbacks, StepWatch
 from ditile.runner.compose import (
@@ -690,9 +688,6 @@ class Runner:
             facts = replace(facts, rows=None)
         self.plan.check(facts)
         self._last = shape
-        replica = shape.divide_batch(self.plan)
-        bound = bound_speedup(PatchSchedule.from_plan(self.plan, shape.steps, replica.batch), replica.calls)
-        self._advise_once(self.plan.advice(bound))
 
     def _build_call_shape(self, call: CallArguments, family: CallFamily) -> Shape:
         model = self._parts.model
