@@ -19,6 +19,9 @@ from ditile.model.hooks.generation import Generation
 from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.prompts import PromptLine
 from tests.model.test_recorded_steps import generate
 from tests.recorded_calls import OperatorSegments, record_on_cpu
 from tests.runner.cases import MAKE, run
@@ -42,6 +45,11 @@ def generate_reports(change: Any = None, plan: Plan | None = None) -> list[Any]:
     return reports
 
 
+def summarize(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    request = GenerateOptions(model="flux", prompt="a dog")
+    return summarize_outcome(request, Plan(), CacheOptions(), [PromptLine("a dog", 0, "a.png")], reports=reports)
+
+
 def test_every_call_is_accounted_for() -> None:
     first, second = generate_reports()
     # Two branches of guidance.
@@ -53,7 +61,7 @@ def test_every_call_is_accounted_for() -> None:
     assert json.loads(json.dumps(second.to_dict()))["recorded"] == asdict(second.recorded)
     reports = [[first.to_dict()], [second.to_dict()]]
     (total,) = sum_reports(reports)
-    outcome = summarize_outcome(plan="", model="flux", seed=0, images=["a.png"], reports=[total])
+    outcome = summarize([total])
     (line,) = [line for line in list_outcome_lines(outcome) if line.startswith("recorded steps")]
     assert line == "recorded steps 14 of 20 calls played; 2 ran as code: the first step"
     assert len(line) <= 80

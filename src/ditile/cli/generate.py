@@ -42,9 +42,8 @@ from ditile.runner.requests.pipelines import (
 )
 from ditile.runner.requests.preflight import check_request_by_files, read_condition_files
 from ditile.runner.requests.prepare import prepare_runner, silence_libraries, warm_runner
-from ditile.runner.requests.prompts import PromptLine, describe_request, list_prompt_lines
+from ditile.runner.requests.prompts import PromptLine, describe_request
 from ditile.runner.requests.results import build_png_texts, choose_fps, describe_settings
-from ditile.runner.requests.seeds import choose_random_seed
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -58,12 +57,16 @@ def generate_images(
     run: RunOptions,
     plan: Plan,
     cache: CacheOptions,
+    lines: Sequence[PromptLine],
+    missing: Sequence[PromptLine],
     promise: JsonObject,
     kind: OutputKind,
 ) -> JsonObject | None:
     """Run this rank's part. Rank 0 returns the summary, the others None.
 
     Args:
+        lines: all images; every rank uses the list of rank 0.
+        missing: those to make: of a file of prompts one on each replica at a time, otherwise all in one call.
         promise: the promise of bounds, in the form of `Promise.to_json_dict`; empty without bounds.
         kind: what the model makes.
 
@@ -73,124 +76,46 @@ def generate_images(
     # The standard output is only for the summary.
     with contextlib.redirect_stdout(sys.stderr):
         pipe, runner, conditions = _prepare_runner(request, run, plan, cache)
-        seed = request.seed
-        if seed is None:
-            # Rank 0 chooses for all ranks.
-            seed = int(gather_json(choose_random_seed(), runner.mesh.everyone)[0])
-        seeds = range(seed, seed + request.num_images)
-        call = build_call_arguments(pipe, request, defaults(request.model))
-
-        def make_call() -> CallArguments:
-            return call | build_object_arguments(pipe, request, seeds, conditions=conditions)
-
-        if run.warm:
-            _warm(runner, make_call(), cache)
-        num_outputs = request.num_images
-        if cache.perf:
-            num_outputs *= 1 + NUM_PERF_CALLS
-        texts = build_png_texts(request, plan, cache, call, conditions, promise)
-        files = [str(path) for path in run.list_image_paths(request.num_images, seed, request.model)]
-        lines = [PromptLine(request.prompt or "", *place) for place in zip(seeds, files, strict=True)]
-        keeper = _build_keeper(pipe, request, run, kind, lines, call, texts)
-        with keeper.keep_on_failure():
-            vae = getattr(pipe, "vae", None)
-            with show_decoded_frames(vae, keeper.facts.frames * num_outputs, shown=runner.mesh.rank == 0):
-                call_result = _call_and_report(runner, make_call, cache, keeper)
-            keeper.facts.write_outputs(pipe, call_result.result, files)
-        # Written after the images, which must not be lost if the trace cannot be written.
-        _write_trace(runner, run.trace)
-        if call_result.result is None:
-            return None
-        return build_outcome(request, plan, cache, [call_result], seed=seed, images=files, promise=promise, kind=kind)
-
-
-def generate_prompt_lines(
-    request: GenerateOptions,
-    run: RunOptions,
-    plan: Plan,
-    cache: CacheOptions,
-    missing_lines: Sequence[PromptLine],
-    total: int,
-    promise: JsonObject,
-    kind: OutputKind,
-) -> JsonObject | None:
-    """Generate the images of some lines, one on each replica at a time. Rank 0 returns the summary, the others None.
-
-    Args:
-        request, run, plan, cache, promise, kind: as in `generate_images`.
-        missing_lines: the lines; all ranks use the list of rank 0.
-        total: the number of lines in the file.
-
-    Raises:
-        DitileError: if the model, the plan or an option does not fit.
-    """
-    with contextlib.redirect_stdout(sys.stderr):
-        pipe, runner, conditions = _prepare_runner(request, run, plan, cache)
-        pipe.set_progress_bar_config(disable=True)
         is_first = runner.mesh.rank == 0
-        missing_lines = [PromptLine(*line) for line in gather_json(list(missing_lines), runner.mesh.everyone)[0]]
+        of_first = gather_json([list(lines), list(missing)], runner.mesh.everyone)[0]
+        lines = [PromptLine(*line) for line in of_first[0]]
+        missing = [PromptLine(*line) for line in of_first[1]]
         base = build_call_arguments(pipe, request, defaults(request.model))
         texts = build_png_texts(request, plan, cache, base, conditions, promise)
-        texts["request"] = describe_request(request, run, plan, cache, defaults(request.model))
+        if request.prompts_file is not None:
+            pipe.set_progress_bar_config(disable=True)
+            texts["request"] = describe_request(request, run, plan, cache, defaults(request.model))
+        num_made = len(lines) - len(missing)
+        shows_prompts = is_first and request.prompts_file is not None
         call_results = []
-        with show_progress_bar("prompts", total, completed=total - len(missing_lines), shown=is_first) as advance:
-            for start in range(0, len(missing_lines), plan.data):
-                lines = missing_lines[start : start + plan.data]
-                make_call = functools.partial(_build_lines_call, pipe, base, lines, request, plan, conditions)
+        with show_progress_bar("prompts", len(lines), completed=num_made, shown=shows_prompts) as advance:
+            num_in_call = len(missing) if request.prompts_file is None else plan.data
+            for start in range(0, len(missing), num_in_call):
+                part = missing[start : start + num_in_call]
+                make_call = functools.partial(_build_call, pipe, base, part, request, plan, conditions)
                 if run.warm and start == 0:
                     _warm(runner, make_call(), cache)
-                keeper = _build_keeper(pipe, request, run, kind, lines, base, texts)
-                with keeper.keep_on_failure():
-                    call_result = _call_and_report(runner, make_call, cache, keeper)
-                    # The images are dropped, because they would fill the memory.
-                    call_results.append(call_result._replace(result=None))
-                    keeper.facts.write_outputs(pipe, call_result.result, [line.path for line in lines])
-                advance(len(lines))
-        if missing_lines:
+                keeper = _build_keeper(pipe, request, run, kind, part, base, texts)
+                paths = [line.path for line in part]
+                shows_frames = is_first and not shows_prompts
+                call_results.append(_call_and_report(runner, make_call, cache, keeper, paths, shown=shows_frames))
+                advance(len(part))
+        # Written after the images, which must not be lost if the trace cannot be written.
+        if missing:
             _write_trace(runner, run.trace)
     if not is_first:
         return None
-    files = [line.path for line in list_prompt_lines(request, run)]
-    return build_outcome(
+    return summarize_outcome(
         request,
         plan,
         cache,
-        call_results,
-        seed=request.seed or 0,
-        images=files,
-        skipped=len(files) - len(missing_lines),
-        promise=promise,
-        kind=kind,
-    )
-
-
-def build_outcome(
-    request: GenerateOptions,
-    plan: Plan,
-    cache: CacheOptions,
-    call_results: Sequence[RunnerCallResult],
-    *,
-    seed: int,
-    images: list[str],
-    skipped: int = 0,
-    promise: JsonObject | None = None,
-    kind: OutputKind,
-) -> JsonObject:
-    """Summarize some calls; `skipped` is the number of images that were there before."""
-    return summarize_outcome(
-        plan=str(plan),
-        model=request.model,
-        seed=seed,
-        images=images,
-        kind=kind,
+        lines,
+        skipped=num_made,
         reports=sum_reports([call_result.reports for call_result in call_results]),
-        skipped=skipped,
-        settings=cache.describe_settings(),
+        kind=kind,
         left_out=summarize_cache_reports([call_result.saved for call_result in call_results]),
         totals=list(itertools.chain.from_iterable(call_result.totals for call_result in call_results)),
-        tracks_memory=cache.track_memory,
         promise=promise,
-        components=request.components,
     )
 
 
@@ -259,9 +184,8 @@ def _build_keeper(
 
 
 class RunnerCallResult(NamedTuple):
-    """A runner's call: its result on rank 0, reports of all ranks, reports of caches, and the seconds of --perf."""
+    """Of a runner's call: reports of all ranks, reports of caches, and the seconds of --perf."""
 
-    result: Any
     reports: list[JsonObject]
     saved: list[ContextReport]
     totals: list[float]
@@ -273,29 +197,45 @@ def _warm(runner: Runner, call: CallArguments, cache: CacheOptions) -> None:
 
 
 def _call_and_report(
-    runner: Runner, make: Callable[[], CallArguments], cache: CacheOptions, keeper: LatentsKeeper
+    runner: Runner,
+    make: Callable[[], CallArguments],
+    cache: CacheOptions,
+    keeper: LatentsKeeper,
+    paths: Sequence[str],
+    *,
+    shown: bool,
 ) -> RunnerCallResult:
-    """Call a runner once, or several times for --perf. `make` builds new arguments for each call."""
+    """Call a runner once, or several times for --perf, and write what it draws.
+
+    Args:
+        make: builds new arguments for each call.
+        shown: whether the progress of decoding frames is shown.
+    """
     reports = []
     num_calls = 1
     if cache.perf:
         # The first call builds what later calls reuse, and is not counted.
         num_calls += NUM_PERF_CALLS
-    for _ in range(num_calls):
-        with convert_value_errors(runner.pipe):
-            result = runner(**make(), output_on="first", watch=StepWatch(on_decode=keeper.decode))
-        reports.append(runner.reports())
-    saved = []
-    if cache.build_cache_arguments()["cache_config"] is not None:
-        saved = ditile.summary(runner, logging=False)
+    vae = getattr(runner.pipe, "vae", None)
+    num_frames = keeper.facts.frames * len(paths) * num_calls
+    with keeper.keep_on_failure():
+        with show_decoded_frames(vae, num_frames, shown=shown):
+            for _ in range(num_calls):
+                with convert_value_errors(runner.pipe):
+                    result = runner(**make(), output_on="first", watch=StepWatch(on_decode=keeper.decode))
+                reports.append(runner.reports())
+        saved = []
+        if cache.build_cache_arguments()["cache_config"] is not None:
+            saved = ditile.summary(runner, logging=False)
+        keeper.facts.write_outputs(runner.pipe, result, paths)
     if not cache.perf:
-        return RunnerCallResult(result, reports[0], saved, [])
+        return RunnerCallResult(reports[0], saved, [])
     measured = reports[1:]
     totals = [rank_reports[0]["seconds"]["total"] for rank_reports in measured]
-    return RunnerCallResult(result, compute_median_reports(measured), saved, totals)
+    return RunnerCallResult(compute_median_reports(measured), saved, totals)
 
 
-def _build_lines_call(
+def _build_call(
     pipe: DiffusionPipeline,
     base: CallArguments,
     lines: Sequence[PromptLine],
@@ -303,12 +243,14 @@ def _build_lines_call(
     plan: Plan,
     conditions: CallArguments,
 ) -> CallArguments:
-    """Build the call for the images of some lines: one line, or a batch over the replicas."""
+    """Build the call for some images: those of one prompt, or a batch of prompts over the replicas."""
     seeds = [line.seed for line in lines]
-    bases = [base | {"prompt": line.prompt} for line in lines]
-    if plan.data == 1:
-        return bases[0] | build_object_arguments(pipe, request, seeds, conditions=conditions)
-    return build_batch_call(pipe, bases, request, seeds, conditions=conditions)
+    if request.prompts_file is not None:
+        bases = [base | {"prompt": line.prompt} for line in lines]
+        if plan.data > 1:
+            return build_batch_call(pipe, bases, request, seeds, conditions=conditions)
+        base = bases[0]
+    return base | build_object_arguments(pipe, request, seeds, conditions=conditions)
 
 
 def _count_frames(pipe: Any, call: CallArguments) -> int:

@@ -73,7 +73,6 @@ from ditile.runner.requests.options import (
 from ditile.runner.requests.outputs import RunOptions, check_output_files
 from ditile.runner.requests.pipelines import OutputKind
 from ditile.runner.requests.preflight import check_known_model, check_options
-from ditile.runner.requests.seeds import choose_random_seed
 from ditile.serve.options import ServeOptions
 
 Options = TypeVar("Options")
@@ -278,8 +277,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
 
         build_dry_run_job(_pick_one_line(request, plan), plan, cache.build_cache_arguments())
     promised = {} if promise is None else promise.to_json_dict()
-    draw = _generate_pictures if request.prompts_file is None else _generate_prompts_file
-    outcome = draw(request, run, plan, cache, promised, kind)
+    outcome = _generate_images(request, run, plan, cache, promised, kind)
     if outcome is not None:
         from ditile.cli.outcome import list_outcome_lines
 
@@ -346,7 +344,7 @@ def _print_note_on_prompts(request: GenerateOptions) -> None:
             return
 
 
-def _generate_pictures(
+def _generate_images(
     request: GenerateOptions,
     run: RunOptions,
     plan: Plan,
@@ -354,53 +352,25 @@ def _generate_pictures(
     promise: JsonObject,
     kind: OutputKind,
 ) -> JsonObject | None:
-    """Generate the images of one call. Returns the summary on rank 0, and None on torchrun's other ranks."""
-    if env.read_torchrun_place() is None and request.seed is None:
-        request = dataclasses.replace(request, seed=choose_random_seed())
-    if is_writing_process():
-        # The ranks of torchrun agree on a seed later. It changes the names but not the folder.
-        paths = run.list_image_paths(request.num_images, request.seed or 0, request.model)
-        run.check_output_paths(paths, request, cache, video=kind == "video")
-    arguments = (request, run, plan, cache, promise, kind)
-    outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.generate_images", plan, run, arguments)
-    return outcome
-
-
-def _generate_prompts_file(
-    request: GenerateOptions,
-    run: RunOptions,
-    plan: Plan,
-    cache: CacheOptions,
-    promise: JsonObject,
-    kind: OutputKind,
-) -> JsonObject | None:
-    """Generate a file of prompts, and return the summary on rank 0. If no image is missing, no model is loaded."""
+    """Generate the images, and return the summary on rank 0. If no image of a file is missing, no model is loaded."""
     from ditile.runner.requests import prompts
 
-    all_lines: list[prompts.PromptLine] = []
-    missing_lines: list[prompts.PromptLine] = []
+    lines: list[prompts.PromptLine] = []
+    missing: list[prompts.PromptLine] = []
     if is_writing_process():
-        all_lines = prompts.list_prompt_lines(request, run)
-        images = [line.path for line in all_lines]
-        run.check_output_paths([Path(path) for path in images], request, cache, video=kind == "video")
-        description = prompts.describe_request(request, run, plan, cache, defaults(request.model))
-        missing_lines = prompts.select_missing_lines(all_lines, description, kind=kind)
+        lines = prompts.list_prompt_lines(request, run)
+        run.check_output_paths([Path(line.path) for line in lines], request, cache, video=kind == "video")
+        missing = lines
+        if request.prompts_file is not None:
+            description = prompts.describe_request(request, run, plan, cache, defaults(request.model))
+            missing = prompts.select_missing_lines(lines, description, kind=kind)
         # The ranks of torchrun wait for each other, so only a single process may return early.
-        if not missing_lines and env.read_torchrun_place() is None:
-            from ditile.cli.generate import build_outcome
+        if not missing and env.read_torchrun_place() is None:
+            from ditile.cli.outcome import summarize_outcome
 
-            return build_outcome(
-                request,
-                plan,
-                cache,
-                [],
-                seed=request.seed or 0,
-                images=images,
-                skipped=len(images),
-                kind=kind,
-            )
-    arguments = (request, run, plan, cache, missing_lines, len(all_lines), promise, kind)
-    outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.generate_prompt_lines", plan, run, arguments)
+            return summarize_outcome(request, plan, cache, lines, skipped=len(lines), kind=kind)
+    arguments = (request, run, plan, cache, lines, missing, promise, kind)
+    outcome: JsonObject | None = _run_on_ranks("ditile.cli.generate.generate_images", plan, run, arguments)
     return outcome
 
 

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ditile.cache.report import format_steps
 from ditile.model.recording.recorded_calls import format_recorded_calls, sum_recorded_calls
 from ditile.plan.numbers import format_bytes
 from ditile.plan.option_classes import JsonObject
+from ditile.plan.plan import Plan
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import OutputKind
+from ditile.runner.requests.prompts import PromptLine
 
 NUM_PERF_CALLS = 3
 """Measured calls of --perf, after a first call that is not measured."""
@@ -65,40 +69,36 @@ _NO_REPORT: JsonObject = {
 
 
 def summarize_outcome(
+    request: GenerateOptions,
+    plan: Plan,
+    cache: CacheOptions,
+    lines: Sequence[PromptLine],
     *,
-    plan: str,
-    model: str,
-    seed: int,
-    images: list[str],
-    reports: list[JsonObject],
+    reports: Sequence[JsonObject] = (),
     kind: OutputKind = "image",
     skipped: int = 0,
-    settings: JsonObject | None = None,
     left_out: Sequence[JsonObject] = (),
     totals: Sequence[float] = (),
-    tracks_memory: bool = False,
     promise: JsonObject | None = None,
-    components: Mapping[str, str] | None = None,
 ) -> JsonObject:
     """Summarize a run of `ditile generate` in JSON types. Seconds are from rank 0, and lists in the order of the ranks.
 
     Args:
-        images: the files of all images, videos or sounds, including those that were there before.
+        lines: all images, videos or sounds, including those that were there before.
         reports: one for each rank, over all calls; empty if there was no call.
         kind: what they are; videos have posters.
         skipped: the number of files that were there before.
-        settings: the settings of cache, quantization and LoRA.
         left_out: the work that caches skipped; see `summarize_cache_reports`.
         totals: seconds of each call that --perf measured.
-        tracks_memory: whether to show the memory of stale keys and caches.
         promise: the promise of bounds.
-        components: component -> the file with its weights; the model's own are left out.
     """
     first = reports[0] if reports else _NO_REPORT
+    images = [line.path for line in lines]
+    settings = cache.describe_settings()
     summary: JsonObject = {
-        "plan": plan,
-        "model": model,
-        "seed": seed,
+        "plan": str(plan),
+        "model": request.model,
+        "seed": lines[0].seed,
         "steps": first["steps"],
         "synchronous_steps": len(first["synchronous"]),
         "warmup_mode": first["warmup_mode"],
@@ -114,15 +114,20 @@ def summarize_outcome(
     names = ["peak_memory_bytes", "bytes_sent"]
     if first.get("recorded") is not None:
         names.append("recorded")
-    if tracks_memory:
+    if cache.track_memory:
         names += ["key_bytes", "cache_bytes"]
     for name in names:
         summary[name] = [report[name] for report in reports]
-    optional = {"components": components, "promise": promise, "settings": settings, "measured_seconds": [*totals]}
+    optional = {
+        "components": request.components,
+        "promise": promise,
+        "settings": settings,
+        "measured_seconds": [*totals],
+    }
     for name, value in optional.items():
         if value:
             summary[name] = value
-    if "cache_config" in (settings or {}):
+    if "cache_config" in settings:
         summary["cache"] = {"blocks_saved": _compute_saved_share(left_out), "contexts": [*left_out]}
     if first.get("reference_tokens"):
         references = {"tokens": first["reference_tokens"], "computed_steps": len(first["reference_steps"])}

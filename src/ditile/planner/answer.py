@@ -71,7 +71,6 @@ class PlanAnswer:
                     "decode_s": price.decode_s,
                     "memory_by_rank": [rank._asdict() | {"peak": rank.peak_bytes} for rank in ranks],
                     "memory_of_host": host._asdict(),
-
                 }
             )
         return {
@@ -82,7 +81,6 @@ class PlanAnswer:
             "legal": self.result.legal,
             "uncounted": list(self.uncounted),
             "host_memory_bytes": self.host_memory_bytes or None,
-
             "plans": plans,
         }
 

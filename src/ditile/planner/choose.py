@@ -104,7 +104,6 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         uncounted=subject.uncounted,
         memories=tuple(memories),
         hosts=tuple(hosts),
-
         is_unlike=bool(profile.by_rank),
         host_memory_bytes=search.host_bytes,
         models=subject.models,

@@ -591,6 +591,7 @@ class PlanSearch:
             return plan
         return weigh_ends(plan, self._device_speeds)
 
+
 def _format_gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 

@@ -23,6 +23,7 @@ from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions, list_named_paths
 from ditile.runner.requests.pipelines import OutputKind
+from ditile.runner.requests.seeds import choose_random_seed
 from ditile.runner.requests.videos import build_poster_path
 from ditile.runner.sounds import read_wav_texts
 
@@ -61,12 +62,17 @@ def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
 
 
 def list_prompt_lines(request: GenerateOptions, run: RunOptions) -> list[PromptLine]:
-    """List a line for every prompt of the file. Without a seed the first is 0, so that the same command resumes.
+    """List a line for every image: of one prompt, or of every prompt of a file.
+
+    Without a seed the first one of a file is 0, so that the same command resumes.
 
     Raises:
         ModelError: as `read_prompts`.
     """
-    assert request.prompts_file is not None
+    if request.prompts_file is None:
+        first = choose_random_seed() if request.seed is None else request.seed
+        paths = run.list_image_paths(request.num_images, first, request.model)
+        return [PromptLine(request.prompt or "", first + k, str(path)) for k, path in enumerate(paths)]
     prompts = read_prompts(request.prompts_file)
     digits = max(MIN_DIGITS, len(str(len(prompts) - 1)))
     lines = []
