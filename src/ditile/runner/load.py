@@ -726,18 +726,34 @@ def _open_prequantized(checkpoint: Checkpoint, folder: Path) -> PrequantizedChec
     return prequantized
 
 
-def count_quantized_components(
-    components: Sequence[Component], apart: Collection[str] = ()
-) -> dict[str, StoredWeights]:
-    """Count the quantized weights of each transformer not in `apart`, by the files of a folder or of the hub's cache.
+def match_component_files(
+    source: ModelSource, files: ComponentFiles, unlisted: Collection[str]
+) -> tuple[dict[str, StoredWeights], Path | None]:
+    """Check the files given for components of a pipeline, by their headers.
+
+    Args:
+        unlisted: components that the pipeline has and its index does not name.
+
+    Returns:
+        For each transformer in a file of its own, or quantized in a folder or the hub's cache, the format of its
+        weights; and the config of the first one's file.
 
     Raises:
-        LoadError: if a file or a part of a weight is missing.
-        ModelError: if they are torchao's, and it is not installed.
+        LoadError: if a file or a part of a weight is missing, or does not fit its component.
+        ModelError: if there is no such component, or they are torchao's, and it is not installed.
     """
+    refuse_unknown_components(source, read_model_index(source), [name for name in files if name not in unlisted])
     stored = {}
-    for component in components:
-        if component.name not in DENOISERS or component.name in apart or not component.is_read_by_share:
+    config = None
+    for component in list_components(source):
+        name = component.name
+        if name in files:
+            converted = check_component_file(component, files[name])
+            if converted is not None and name in DENOISERS:
+                stored[name] = converted.count_stored_weights()
+                config = converted.config if name == TRANSFORMER else config
+            continue
+        if name not in DENOISERS or not component.is_read_by_share:
             continue
         # A model on the hub has a folder in the cache with its fetched files.
         folder = component.folder
@@ -745,13 +761,13 @@ def count_quantized_components(
             LOG.warning(
                 "the weights of %s in %s are quantized, and are not in the hub's cache: they count as plain ones, so "
                 "that a plan takes less memory than it says",
-                component.name,
+                name,
                 component.source,
             )
             continue
         checkpoint = Checkpoint.open_checkpoint(locate_in_folder(folder), STEM)
-        stored[component.name] = _open_prequantized(checkpoint, folder).count_stored_weights()
-    return stored
+        stored[name] = _open_prequantized(checkpoint, folder).count_stored_weights()
+    return stored, config
 
 
 def _has_variant_files(locate: LocateFile, variant: str) -> bool:

@@ -28,21 +28,17 @@ from ditile.planner.recording.recorded import (
     read_prompt_table,
 )
 from ditile.runner.load import (
-    check_component_file,
-    count_quantized_components,
     find_pipeline_kind,
-    list_components,
+    match_component_files,
     read_model_index,
 )
 from ditile.runner.model_files import (
-    DENOISERS,
     MODULAR_MARK,
     ComponentFiles,
     ModelSource,
     check_config_counts,
     list_own_components,
     read_json_object,
-    refuse_unknown_components,
 )
 from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.weights.prequantized import StoredWeights
@@ -98,7 +94,6 @@ class PipelineConfigs:
             ModelError: if there is no transformer.
         """
         files = components or {}
-        stored: dict[str, StoredWeights] = {}
         index = read_model_index(source)
         places = dict[str, ModelSource]()
         # A modular pipeline says in an index of its own where its parts are.
@@ -110,18 +105,12 @@ class PipelineConfigs:
             if name is None:
                 raise ModelError(f"{pipeline.__name__} has no transformer, so it cannot be cut into stages")
             kind = getattr(diffusers, name)
-            components_there = {component.name: component for component in list_components(source)}
-            stored |= count_quantized_components([*components_there.values()], files)
             encoders = _list_unlisted_encoders(pipeline, index)
-            refuse_unknown_components(source, read_model_index(source) | encoders, files)
-            # Of two transformers only the config of the first counts. It comes last.
-            for component in sorted(files.keys() - encoders.keys(), reverse=True):
-                converted = check_component_file(components_there[component], files[component])
-                if converted is not None and component in DENOISERS:
-                    transformer = read_json_object(converted.config)
-                    stored[component] = converted.count_stored_weights()
-            if "transformer" not in files:
+            stored, config = match_component_files(source, files, encoders)
+            if config is None:
                 transformer = load_component_config(kind, places.get("transformer", source), "transformer")
+            else:
+                transformer = read_json_object(config)
             vae = load_component_config(diffusers.AutoencoderKL, places.get("vae", source), "vae")
         except (OSError, KeyError, AttributeError, TypeError) as error:
             raise LoadError(f"the configs of {str(source)!r} cannot be read: {join_error_lines(error)}") from error
