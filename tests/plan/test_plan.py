@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from ditile import Plan, PlanError
 from ditile.plan.layout import Grid, Layout, Split
 from ditile.plan.plan import AXES, SEQUENCE, Facts
-from ditile.plan.schedule import PatchSchedule
-from ditile.plan.simulate import bound_speedup
 
 CHOICES = {name: get_args(kind) for name, kind in get_type_hints(Plan).items()}
 MODES = CHOICES["warmup_mode"]
@@ -211,18 +209,3 @@ def test_a_large_model_and_image_allow_every_plan(plan: Plan) -> None:
     """Whose tensor degree divides the heads, whatever is combined."""
     facts = Facts(heads=60, rows=400, tokens_per_row=64, text=512, branches=5)
     assert plan.illegal(facts) == [] or (plan.uaa is False and "uaa" in plan.illegal(facts)[0])
-
-
-@pytest.mark.parametrize(
-    ("plan", "steps", "says"),
-    [
-        (Plan(pipefusion=8), 4, "at most 2.7x"),
-        (Plan(pipefusion=8), 20, None),
-        (Plan(pipefusion=4, patches=2), 20, "patches=4 or more"),
-        (Plan(pipefusion=4, warmup=10), 20, "less warmup"),
-    ],
-)
-def test_advice_where_warmup_and_fill_eat_the_gain(plan: Plan, steps: int, says: str | None) -> None:
-    advice = plan.advice(bound_speedup(PatchSchedule.from_plan(plan, steps)))
-    assert (advice is None) == (says is None)
-    assert says is None or (says in advice and "\n" not in advice)

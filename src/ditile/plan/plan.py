@@ -44,9 +44,6 @@ SHARED_WARMUP = 2
 """The least number of synchronous steps of warmup_mode=auto if all stages share them: the second one costs no more than
 its messages, and gains 2.7 dB at four steps (docs/pipefusion.md)."""
 
-WORTHWHILE_SHARE = 0.7
-"""`Plan.advice` warns if N stages can reach less than this share of an N-fold speed-up."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
@@ -449,29 +446,6 @@ class Plan:
         violations = self.illegal(facts)
         if violations:
             raise PlanError("; and ".join(violations))
-
-    def advice(self, bound: float) -> str | None:
-        """Warn if warmup and the filling of the pipeline cost more than 30 % of the gain. Otherwise this is None.
-
-        Args:
-            bound: the speed-up over one rank that its stages can reach, from `bound_speedup`.
-        """
-        stages = self.pipefusion
-        # One rank has no pipeline to fill.
-        if stages == 1 or bound >= WORTHWHILE_SHARE * stages:
-            return None
-        remedies = ["more steps"]
-        if self.num_patches < stages:
-            remedies.append(f"patches={stages} or more")
-        if self.warmup > 1:
-            remedies.append("less warmup")
-        if self.warmup_mode == "serial":
-            remedies.append("another warmup_mode")
-        return (
-            f"pipefusion={stages} can be at most {bound:.1f}x as fast as one rank here: warmup and the filling of the "
-            f"pipeline eat {1 - bound / stages:.0%}; try {', '.join(remedies)}, or fewer stages and ulysses or tensor "
-            "with them"
-        )
 
     def to_dict(self) -> JsonObject:
         """Return the plan as JSON types; `Plan(**d)` is the inverse."""

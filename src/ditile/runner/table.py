@@ -72,9 +72,6 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
         table,
         f"speed-up over one rank: at most {_format_speed_up_bound(job)}",
     ]
-    advice = plan.advice(_bound_stage_speedup(job))
-    if advice is not None:
-        parts.append(advice)
     return _render_as_text(*parts)
 
 
@@ -149,16 +146,12 @@ def compute_axis_bounds(job: PlannedCall) -> dict[str, float]:
     """Return the bound of each axis in use. Their product is the bound of the plan."""
     bounds: dict[str, float] = {}
     if job.plan.pipefusion > 1:
-        bounds["pipefusion"] = _bound_stage_speedup(job)
+        # Step 0 may make more calls than the others.
+        bounds["pipefusion"] = bound_speedup(job.step_schedule, job.count_calls_in_step(1))
     for name in EXACT:
         if getattr(job.plan, name) > 1:
             bounds[name] = float(getattr(job.plan, name))
     return bounds
-
-
-def _bound_stage_speedup(job: PlannedCall) -> float:
-    # Step 0 may make more calls than the others.
-    return bound_speedup(job.step_schedule, job.count_calls_in_step(1))
 
 
 def _render_as_text(*parts: str | Table) -> str:
