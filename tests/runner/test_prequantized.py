@@ -27,7 +27,7 @@ from ditile import LoadError, ModelError
 from ditile.model.hooks.placeholders import count_parameter_bytes, count_tensor_bytes
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.runner.load import count_quantized_components, list_components, load_model
+from ditile.runner.load import load_model, match_component_files
 from tests.pool import Pool
 from tests.runner.cases import find_component
 from tests.runner.single_files import save_configs
