@@ -20,15 +20,15 @@ LONELY_LINES = 60
 """A module with fewer lines that one other alone imports belongs into that one, unless it is data."""
 # What the package held when each rule was written. A figure here may only be replaced by a better one.
 MOST_NODES = {
-    "plan": 24_050,
+    "plan": 23_600,
     "distributed": 26_900,
     "model": 53_950,
     "parallel": 67_850,
     "cache": 40_950,
     "runner": 72_250,
-    "planner": 46_100,
+    "planner": 45_050,
     "serve": 40_750,
-    "cli": 15_700,
+    "cli": 15_150,
     "": 400,
     "lab": 69_400,
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import ditile
-from ditile.cli.outcome import list_outcome_lines, sum_reports, summarize_outcome
+from ditile.cli.outcome import RunnerCallResult, list_outcome_lines, sum_reports, summarize_outcome
 from ditile.model.hooks.generation import Generation
 from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.plan.plan import Plan
@@ -47,7 +47,8 @@ def generate_reports(change: Any = None, plan: Plan | None = None) -> list[Any]:
 
 def summarize(reports: list[dict[str, Any]]) -> dict[str, Any]:
     request = GenerateOptions(model="flux", prompt="a dog")
-    return summarize_outcome(request, Plan(), CacheOptions(), [PromptLine("a dog", 0, "a.png")], reports=reports)
+    results = [RunnerCallResult(reports, [], [])]
+    return summarize_outcome(request, Plan(), CacheOptions(), [PromptLine("a dog", 0, "a.png")], results)
 
 
 def test_every_call_is_accounted_for() -> None:

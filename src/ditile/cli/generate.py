@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import ditile
-from ditile.cache.report import summarize_cache_reports
 from ditile.cli.latents import PARTS, LatentsFacts, LatentsKeeper, describe_config, explain_unkept, find_cut_size
-from ditile.cli.outcome import NUM_PERF_CALLS, compute_median_reports, sum_reports, summarize_outcome
+from ditile.cli.outcome import NUM_PERF_CALLS, RunnerCallResult, compute_median_reports, summarize_outcome
 from ditile.distributed.transport import gather_json
 from ditile.model.pipeline_calls import find_call_owner, list_call_parameters
 from ditile.plan.errors import ModelError
@@ -48,7 +46,6 @@ from ditile.runner.requests.results import build_png_texts, choose_fps, describe
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-    from ditile.cache.report import ContextReport
     from ditile.runner.runner import Runner
 
 
@@ -105,18 +102,7 @@ def generate_images(
             _write_trace(runner, run.trace)
     if not is_first:
         return None
-    return summarize_outcome(
-        request,
-        plan,
-        cache,
-        lines,
-        skipped=num_made,
-        reports=sum_reports([call_result.reports for call_result in call_results]),
-        kind=kind,
-        left_out=summarize_cache_reports([call_result.saved for call_result in call_results]),
-        totals=list(itertools.chain.from_iterable(call_result.totals for call_result in call_results)),
-        promise=promise,
-    )
+    return summarize_outcome(request, plan, cache, lines, call_results, skipped=num_made, kind=kind, promise=promise)
 
 
 def _prepare_runner(
@@ -181,14 +167,6 @@ def _build_keeper(
         texts=texts,
     )
     return LatentsKeeper(facts, Path(lines[0].path), run.save_latents)
-
-
-class RunnerCallResult(NamedTuple):
-    """Of a runner's call: reports of all ranks, reports of caches, and the seconds of --perf."""
-
-    reports: list[JsonObject]
-    saved: list[ContextReport]
-    totals: list[float]
 
 
 def _warm(runner: Runner, call: CallArguments, cache: CacheOptions) -> None:

@@ -9,8 +9,9 @@ import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from ditile.cache.report import format_steps
+from ditile.cache.report import ContextReport, format_steps, summarize_cache_reports
 from ditile.model.recording.recorded_calls import format_recorded_calls, sum_recorded_calls
 from ditile.plan.numbers import format_bytes
 from ditile.plan.option_classes import JsonObject
@@ -22,6 +23,14 @@ from ditile.runner.requests.prompts import PromptLine
 
 NUM_PERF_CALLS = 3
 """Measured calls of --perf, after a first call that is not measured."""
+
+
+class RunnerCallResult(NamedTuple):
+    """Of a runner's call: reports of all ranks, reports of caches, and the seconds of --perf."""
+
+    reports: list[JsonObject]
+    saved: list[ContextReport]
+    totals: list[float]
 
 
 def sum_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
@@ -73,25 +82,22 @@ def summarize_outcome(
     plan: Plan,
     cache: CacheOptions,
     lines: Sequence[PromptLine],
+    call_results: Sequence[RunnerCallResult] = (),
     *,
-    reports: Sequence[JsonObject] = (),
     kind: OutputKind = "image",
     skipped: int = 0,
-    left_out: Sequence[JsonObject] = (),
-    totals: Sequence[float] = (),
     promise: JsonObject | None = None,
 ) -> JsonObject:
     """Summarize a run of `ditile generate` in JSON types. Seconds are from rank 0, and lists in the order of the ranks.
 
     Args:
         lines: all images, videos or sounds, including those that were there before.
-        reports: one for each rank, over all calls; empty if there was no call.
+        call_results: those of all calls; empty if there was none.
         kind: what they are; videos have posters.
         skipped: the number of files that were there before.
-        left_out: the work that caches skipped; see `summarize_cache_reports`.
-        totals: seconds of each call that --perf measured.
         promise: the promise of bounds.
     """
+    reports = sum_reports([call_result.reports for call_result in call_results])
     first = reports[0] if reports else _NO_REPORT
     images = [line.path for line in lines]
     settings = cache.describe_settings()
@@ -118,20 +124,17 @@ def summarize_outcome(
         names += ["key_bytes", "cache_bytes"]
     for name in names:
         summary[name] = [report[name] for report in reports]
-    optional = {
-        "components": request.components,
-        "promise": promise,
-        "settings": settings,
-        "measured_seconds": [*totals],
-    }
+    totals = list(itertools.chain.from_iterable(call_result.totals for call_result in call_results))
+    optional = {"components": request.components, "promise": promise, "settings": settings, "measured_seconds": totals}
     for name, value in optional.items():
         if value:
             summary[name] = value
     if "cache_config" in settings:
-        summary["cache"] = {"blocks_saved": _compute_saved_share(left_out), "contexts": [*left_out]}
+        left_out = summarize_cache_reports([call_result.saved for call_result in call_results])
+        summary["cache"] = {"blocks_saved": _compute_saved_share(left_out), "contexts": left_out}
     if first.get("reference_tokens"):
-        references = {"tokens": first["reference_tokens"], "computed_steps": len(first["reference_steps"])}
-        summary["references"] = references
+        computed = len(first["reference_steps"])
+        summary["references"] = {"tokens": first["reference_tokens"], "computed_steps": computed}
     return summary
 
 

@@ -345,11 +345,16 @@ def load_model(
             if is_divided:
                 LOG.warning(LOADED_WHOLE, name, "its weights are quantized, and only its quantizer can read them")
             return None
+        # Without files of a variant diffusers takes the plain ones.
+        if variant is not None:
+            names = [own_name for stem in STEMS for own_name in name_weight_files(stem, variant)]
+            if all(component.locate(own_name) is None for own_name in names):
+                variant = None
         if is_share_read or (is_divided and issubclass(cls, diffusers.ModelMixin)):
             return _load_partial_transformer(component, plan, rank, dtype, variant)
         place, subfolder = name_component_source(component.source, component.name)
         options: CallArguments = {**subfolder}
-        if variant is not None and _has_variant_files(component.locate, variant):
+        if variant is not None:
             options["variant"] = variant
         if not is_divided:
             # diffusers still calls it `torch_dtype` for models.
@@ -477,8 +482,6 @@ def _load_partial_transformer(
         PlanError: if it cannot be cut as the plan says.
         LoadError: if files or weights are missing or corrupt, even if only other ranks read them.
     """
-    if variant is not None and not _has_variant_files(component.locate, variant):
-        variant = None
     folder = component.folder
     model = _build_empty_model(component.cls, folder, dtype)
     checkpoint = Checkpoint.open_checkpoint(component.locate, STEM, variant)
@@ -768,9 +771,3 @@ def match_component_files(
         checkpoint = Checkpoint.open_checkpoint(locate_in_folder(folder), STEM)
         stored[name] = _open_prequantized(checkpoint, folder).count_stored_weights()
     return stored, config
-
-
-def _has_variant_files(locate: LocateFile, variant: str) -> bool:
-    """Return whether a component has files of a variant. Without them diffusers takes the plain ones."""
-    names = [name for stem in STEMS for name in name_weight_files(stem, variant)]
-    return any(locate(name) is not None for name in names)

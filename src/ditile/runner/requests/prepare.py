@@ -147,7 +147,11 @@ def divide_pipeline(pipe: Any, engine: EngineOptions, plan: Plan, cache: CacheOp
     if plan.tensor > 1 and not is_whole:
         # Each rank read its share of the weights, and cuts the LoRAs alike.
         load_loras(pipe, cache)
-    _enable_cache_and_quantization(runner, cache)
+    arguments = cache.build_cache_arguments()
+    # `parallelize` has set this one already.
+    arguments.pop("attention_backend", None)
+    if arguments["cache_config"] is not None or "quantize_config" in arguments:
+        enable_working_cache(runner, arguments)
     return runner
 
 
@@ -258,16 +262,6 @@ def load_loras(pipe: Any, cache: CacheOptions) -> None:
     select_loras(pipe, cache.lora_scales)
     if cache.fuse_lora:
         fuse_loras(pipe)
-
-
-def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
-    """Quantize this rank's weights, and enable the cache."""
-    arguments = cache.build_cache_arguments()
-    # `parallelize` has set this one already.
-    arguments.pop("attention_backend", None)
-    if arguments["cache_config"] is None and "quantize_config" not in arguments:
-        return
-    enable_working_cache(runner, arguments)
 
 
 def enable_working_cache(target: Any, configs: Mapping[str, Any], label: str = "") -> None:
