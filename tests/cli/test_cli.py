@@ -70,6 +70,7 @@ def opened(path: str) -> Image.Image:
         (("paint", "a"), "'paint' is not a command; did you mean plan? there are generate, "),
         (("generate",), "give a PROMPT, or --prompts-file"),
         (("generate", "a", "--steps", "-3"), "--steps: '-3' should be"),
+        (("generate", "a", "--image", "x" * 300), "image="),
         (("generate", "caf\udce9 red"), "'caf\\udce9 red' is not UTF-8"),
         (("generate", "a", "--json", "p.png", "--out", "p.png"), "out='p.png' and json='p.png' are one file"),
         (("generate", "a", "--model", "nothing-like-it"), "is not known; ditile models lists the known ones"),

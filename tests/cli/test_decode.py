@@ -187,6 +187,7 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     Path("short.safetensors").write_bytes(content[:-8])
     capsys.readouterr()
     for words, says in [
+        (("kept.safetensors", "--transformer", "a"), "--transformer is not known; see ditile decode --help-all"),
         (("short.safetensors",), "is not a whole safetensors file"),
         (("other.safetensors",), "other.safetensors has no latents of ditile"),
         (("kept.safetensors", "--model", "shapes-wan"), "the vae of shapes-wan has another config than that of kept"),

@@ -90,6 +90,34 @@ def test_played_steps_give_the_same_images(pool: Pool, name: str, axis: str) -> 
         assert played > recorded or plan.world > 1
 
 
+def count_played_calls(name: str, plan: Plan) -> list[int]:
+    """The calls of each of three images that are played; with five steps, and for flux two branches of guidance."""
+    counts = []
+    with record_on_cpu() as recorders:
+        runner = ditile.parallelize(ZOO[name].make(), plan, cuda_graphs=True)
+        for seed in range(3):
+            before = recorders[0].num_played
+            generate(runner, name, seed)
+            counts.append(recorders[0].num_played - before)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "counts"),
+    [
+        ("flux", "tensor=2", [4, 10, 10]),
+        # Its first step makes keys.
+        ("flux", "distrifusion=2 warmup=1", [0, 4, 8]),
+        # Each patch has buffers of its own on the first stage, for which later patches ask later.
+        ("flux-2", "pipefusion=2 patches=2 warmup=1", [4, 8, 8]),
+    ],
+)
+def test_all_steps_of_later_images_are_played(pool: Pool, name: str, axis: str, counts: list[int]) -> None:
+    """With four steps the first one is a quarter of the image. A failure may mean that each image is recorded again."""
+    plan = Plan.parse(axis)
+    assert pool.run(count_played_calls, plan.world, name, plan) == [counts] * plan.world
+
+
 def list_dependent_calls(recorder: RecordedSteps) -> list[CallTape]:
     """The calls whose tapes read what the tape of another patch writes."""
     return [call for call in recorder._tapes._calls.values() if call.makers]

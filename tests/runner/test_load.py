@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -15,7 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ditile import LoadError, ModelError
+import ditile
+from ditile import DitileError, LoadError, ModelError
 from ditile.model.known import ASSETS, list_bundled_models
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
@@ -78,6 +81,28 @@ def test_defaults_are_those_beside_the_model(folder: Path) -> None:
     for model in list_bundled_models():
         known = inspect.signature(type(load(model)).__call__).parameters
         assert defaults(model).keys() <= known.keys(), model
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("./nosuchfolder", "there is no such folder"),
+        ("owner/" + "x" * 300, "is not a hub id"),
+        ("a\0b", "is not known"),
+        ("folder", "has no model_index.json"),
+    ],
+)
+def test_a_name_that_is_neither_a_folder_nor_a_hub_id(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure would mean a traceback of huggingface_hub or of the file system, wherever a name is taken."""
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    assert says in message(name, DitileError)
+    for call in (defaults, functools.partial(ditile.plan_for, hardware="l40-pcie")):
+        with pytest.raises(DitileError, match=re.escape(says)):
+            call(name)
 
 
 @pytest.fixture

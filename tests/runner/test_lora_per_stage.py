@@ -5,6 +5,8 @@ In fp32 and bitwise at the limit where nothing is stale: each stage does the pla
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from ditile.runner.digest import describe_loras
 from ditile.runner.load import load as load_model
 from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
 from ditile.runner.runner import parallelize
-from tests.pool import on_ranks
+from tests.pool import on_ranks, share
 from tests.runner.cases import MAKE, different, load_parts, run, same
 from tests.runner.loras import folders_of
 from tests.zoo import ZOO
@@ -32,13 +34,17 @@ EXACT = {"patches": 3, "warmup": 4}
 NAMES = ("flux", "sd3.5 medium")
 EDITS: dict[str, Any] = {
     "scaled": lambda pipe: pipe.set_adapters("narrow", 0.5),
+    "both": lambda pipe: pipe.set_adapters(["one", "narrow"], [0.5, 0.8]),
+    "the other": lambda pipe: pipe.set_adapters("one"),
     "disabled": lambda pipe: pipe.disable_lora(),
     "enabled": lambda pipe: pipe.enable_lora(),
+    "back": lambda pipe: pipe.set_adapters("narrow"),
     "fused": lambda pipe: pipe.fuse_lora(lora_scale=0.7),
     "unfused": lambda pipe: pipe.unfuse_lora(),
+    "deleted": lambda pipe: pipe.delete_adapters("narrow"),
     "unloaded": lambda pipe: pipe.unload_lora_weights(),
 }
-"""What a user does after a LoRA was loaded."""
+"""What a user does after two LoRAs were loaded, the second of which is of one block alone."""
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +72,38 @@ def load(pipe: Any, folder: Path, adapter: str, *, ours: bool, file: str = "") -
         ditile.load_lora(pipe, folder, **options)
     else:
         pipe.load_lora_weights(folder, **options)
+
+
+def edits_of(folder: Path, *, ours: bool) -> dict[str, Any]:
+    """The LoRA of a single block is loaded first, and behind the other in the end, when it alone is active."""
+    loads = {name: functools.partial(load, folder=folder, adapter=name, ours=ours) for name in ("narrow", "one")}
+    return loads | EDITS | {"one again": loads["one"], "narrow again": loads["narrow"]}
+
+
+def draw_edited(name: str, folder: Path) -> list[tuple[Any, dict[str, list[str]]]]:
+    """The plain pictures and adapters, before all edits and after each."""
+    pipe = MAKE[name]()
+    drawn = [(run(pipe, name), pipe.get_list_adapters())]
+    for edit in edits_of(folder, ours=False).values():
+        edit(pipe)
+        drawn.append((run(pipe, name), pipe.get_list_adapters()))
+    return drawn
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_ranks(3)
+def test_a_lora_of_one_block_is_loaded_after_the_cut(folders: dict[str, Path], name: str) -> None:
+    """A failure means that a LoRA cannot be loaded on the stages that it does not touch, has no effect there, or that
+    one of them still applies the LoRA before it."""
+    folder = folders[name]
+    drawn, pipe = share(f"{name} with LoRAs of one block", draw_edited, name, folder), MAKE[name]()
+    for (one, _), (other, _) in itertools.pairwise(drawn[:3]):
+        different(one, other, f"{name}: a LoRA has no effect")
+    runner = parallelize(pipe, Plan(pipefusion=3, **EXACT))
+    for (what, edit), (picture, adapters) in zip(edits_of(folder, ours=True).items(), drawn[1:], strict=True):
+        edit(pipe)
+        same(run(runner, name), picture, f"{name} {what}")
+        assert pipe.get_list_adapters() == adapters, what
 
 
 @on_ranks(2)

@@ -127,3 +127,12 @@ def test_a_block_that_is_left_out() -> None:
     runner = ditile.parallelize(pipe, Plan(**STAGES), keep_weights=True, trust_code=True)
     with pytest.raises(StateError, match="ran 3 blocks at.*same blocks in every call"):
         runner(**entry.call() | {"callback_on_step_end": forget})
+
+
+@on_ranks(2)
+def test_rows_of_masks() -> None:
+    """A failure means that a micro-batch is given the mask of another's prompts."""
+    entry = EVERY["qwen-image"]
+    want = list_tensors(entry.make()(**entry.padded_prompt()))
+    got, _ = draw(entry.make(), {**STAGES, "warmup_mode": "pipelined"}, entry.padded_prompt())
+    near(got, want, MODES["pipelined"])

@@ -15,8 +15,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo
 from torch._inductor import config as inductor
 
+import ditile
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
@@ -161,3 +163,18 @@ def test_compiled_blocks_are_recorded(pool: Pool, plan: dict[str, Any]) -> None:
     for (wanted, _), (pictures, counts) in zip(plain, drawn, strict=True):
         same(pictures, wanted)
         assert min(counts) > 0
+
+
+def test_the_configs_say_what_they_set() -> None:
+    before = dynamo.save_config(), inductor.save_config()
+    try:
+        actual = ditile.set_compile_configs(descent_tuning=True)
+        assert actual == ditile.set_compile_configs(descent_tuning=True), "idempotent"
+        assert actual["recompile_limit"] == dynamo.recompile_limit == 1024
+        assert actual["reorder_for_compute_comm_overlap"] is inductor.reorder_for_compute_comm_overlap is True
+        assert not inductor.epilogue_fusion and inductor.coordinate_descent_tuning
+        dynamo.recompile_limit = 4096
+        assert ditile.set_compile_configs()["recompile_limit"] == 4096, "never lowered"
+    finally:
+        dynamo.load_config(before[0])
+        inductor.load_config(before[1])
