@@ -22,7 +22,7 @@ from ditile.cli import main
 from ditile.runner.requests import results, videos
 from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.sounds import Sound, list_sounds
+from ditile.runner.sounds import Sound, find_sample_rate, list_sounds
 from tests import tiny
 from tests.cli.test_cli import refused
 from tests.pool import on_ranks
@@ -144,6 +144,15 @@ def test_replicas_and_stages_keep_the_sound() -> None:
 
 def text_of() -> dict[str, torch.Tensor]:
     return {name: value for name, value in call().items() if isinstance(value, torch.Tensor)}
+
+
+def test_rates_of_pipelines() -> None:
+    """A vocoder's own rate comes before that of the spectrograms, which it may exceed."""
+    rates = {name: find_sample_rate(ZOO[name].make()) for name in ("kandinsky-6", "ace-step", "stable-audio-3")}
+    assert rates == {"kandinsky-6": 800, "ace-step": 40, "stable-audio-3": 16}
+    pipe = ltx_2()
+    pipe.vocoder.register_to_config(output_sampling_rate=24_000)
+    assert find_sample_rate(pipe) == 24_000
 
 
 def test_a_pipeline_of_sound_writes_a_wav(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,12 +18,13 @@ from PIL import Image
 import ditile
 from ditile import ModelError
 from ditile.cli import generate, main
-from ditile.runner.requests import results, videos
+from ditile.runner.requests import arguments, results, videos
 from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import find_frame_rate
 from tests import tiny
 from tests.cli.test_cli import opened, refused
+from tests.zoo import ZOO
 from training.motion_check import judge_clip
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -129,6 +130,15 @@ def test_frames_and_rate_under_the_names_of_every_class() -> None:
     with pytest.raises(ModelError, match="LTXImageToVideoPipeline needs a prompt too; give a PROMPT"):
         collect_call_facts(diffusers.LTXImageToVideoPipeline).merge_arguments(alone, {})
     assert find_frame_rate(diffusers.LTXPipeline, {}) == 25 and find_frame_rate(diffusers.WanPipeline, {}) is None
+
+
+@pytest.mark.parametrize(("own", "fps", "rate"), [({}, 7, 7), ({"frame_rate": 30}, None, 30)])
+def test_the_rate_of_a_model_reaches_its_call(tmp_path: Path, own: dict[str, int], fps: int | None, rate: int) -> None:
+    """A failure: a sound, or motion, is computed for another rate than that of the file."""
+    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "generation.json").write_text('{"fps": 12}')
+    wanted = GenerateOptions(prompt="a", model=str(tmp_path), fps=fps)
+    assert arguments.build_call_arguments(ZOO["ltx"].make(), wanted, own)["frame_rate"] == rate
 
 
 def test_sizes_beyond_the_rotary_table_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ditile
 from ditile import Plan
 from ditile.model.anatomies import compute_source_hash, find_anatomy
+from ditile.model.hooks.kv_store import GenerationMemory
 from ditile.plan.errors import ModelError
 from ditile.runner.runner import build_single_runner
 from ditile_lab.study.derive import derive_anatomy
@@ -94,3 +95,12 @@ def test_a_row_is_of_the_forwards_that_it_was_derived_from() -> None:
     assert find_anatomy(transformer) is not None
     transformer.__class__ = FluxTransformer2DModel
     assert find_anatomy(transformer) is None
+
+
+def test_one_dictionary_for_several_blocks() -> None:
+    """A model may fill a dictionary anew for each block; what was cut of it for the block before does not serve."""
+    memory, made = GenerationMemory(), iter(range(100))
+    source = {"cache": object()}
+    assert [memory.get_cached_slice("x", source, lambda: next(made)) for _ in range(2)] == [0, 0]
+    source["cache"] = object()
+    assert memory.get_cached_slice("x", source, lambda: next(made)) == 1

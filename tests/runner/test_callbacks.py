@@ -39,6 +39,8 @@ class Notes:
             return {"latents": tensors["latents"] * 0.5}
         if self.change == "prompt" and step == 1:
             return {"prompt_embeds": tensors["prompt_embeds"] * 0.5}
+        if self.change == "prompt in place" and step == 1:
+            tensors["prompt_embeds"].mul_(0.5)
         return {}
 
 
@@ -55,8 +57,10 @@ def test_once_per_step_and_as_the_plain_pipeline(name: str) -> None:
     """A failure means that a callback sees patches instead of steps, or what it returns is lost on some rank."""
     pipe = MAKE[name]()
     wishes = [([], ""), (["latents"], ""), (["latents"], "latents"), (["latents", "prompt_embeds"], "prompt")]
+    wishes.append((["latents", "prompt_embeds"], "prompt in place"))
     wanted = [observed(pipe, name, *wish) for wish in wishes]
     different(wanted[2][0], wanted[1][0], "changed latents")
+    same(wanted[4][0], wanted[3][0], "a prompt that is changed in its place")
     different(wanted[3][0], wanted[1][0], "a changed prompt")
     for plan in (EXACT, STALE):
         with divided(pipe, **plan) as runner:

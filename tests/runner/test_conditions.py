@@ -22,6 +22,8 @@ from PIL import Image, ImageDraw
 from ditile.cli import main
 from ditile.plan.errors import ModelError
 from ditile.runner.requests.conditions import COMPOSING, bind_conditions, read_call_conditions
+from ditile.runner.requests.facts import collect_call_facts
+from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import read_picture, read_picture_texts
 from ditile.runner.requests.pipeline_choice import JOINING, choose_pipeline_class
 from ditile.runner.requests.pipelines import returns_videos
@@ -163,6 +165,25 @@ def test_several_pictures_are_references_and_one_is_a_frame() -> None:
     assert kinds == [("image", False)] * 2
     with pytest.raises(ModelError, match="2 images are references, and last_image goes with one"):
         bind_conditions(taken, {"image": [first, second], "last_image": second})
+
+
+def test_keyframes_are_first_and_last() -> None:
+    """A failure means that a call that takes keyframes in a list is given none, or has both at the start."""
+    taken = read_call_conditions(diffusers.LTX2ConditionPipeline)
+    first, last = (Image.new("RGB", (8, 8)) for _ in range(2))
+    (conditions,) = bind_conditions(taken, {"image": [first], "last_image": last}).values()
+    assert [(each.frames is frame, each.index) for each, frame in zip(conditions, (first, last), strict=True)] == [
+        (True, 0), (True, -1),
+    ]  # fmt: skip
+    (film,) = bind_conditions(taken, {"video": [first, last]})["conditions"]
+    assert film.frames == [first, last] and film.index == 0
+
+
+def test_a_strength_of_noise_and_one_of_conditions() -> None:
+    """A failure means that a video which shall be left far behind is kept as it is."""
+    wanted = GenerateOptions(prompt="a", video="in.webp", strength=0.6)
+    call = collect_call_facts(diffusers.LTXConditionPipeline).merge_arguments(wanted, {})
+    assert call["denoise_strength"] == 0.6 and "strength" not in call
 
 
 @pytest.fixture

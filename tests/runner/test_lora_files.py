@@ -169,6 +169,35 @@ def test_names_of_every_trainer_make_one_image(pool: Pool, tmp_path: Path, name:
             assert measure_error(image, plain if style == "unloaded" else wanted) < TOLERANCE, style
 
 
+def load_with_others(folder: Path) -> list[str]:
+    """On a rank of two stages: what the log says of keys that nothing takes."""
+    pipe = tiny.flux()
+    runner = parallelize(pipe, Plan(**STAGES))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ditile.runner.weights.lora_keys").addHandler(handler)
+    ditile.load_lora(pipe, folder / "others.safetensors", adapter_name="own")
+    assert draw(runner, "flux").isfinite().all()
+    return lines
+
+
+def test_keys_that_nothing_takes_are_named(pool: Pool, tmp_path: Path) -> None:
+    """On every rank alike. A failure: a part of a LoRA is left out, and nobody learns of it."""
+    pipe = tiny.flux()
+    state = name_as_diffusers("flux", make_factors(pipe.transformer, "flux"))
+    state["transformer.transformer_blocks.7.attn.to_q.lora_A.weight"] = torch.ones(4, tiny.WIDTH)
+    state["transformer.transformer_blocks.7.attn.to_q.lora_B.weight"] = torch.ones(tiny.WIDTH, 4)
+    state["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"] = torch.ones(4, tiny.WIDTH)
+    state["text_encoder_3.layers.0.lora_A.weight"] = torch.ones(4, 4)
+    save_file(state, tmp_path / "others.safetensors")
+    path = str(tmp_path / "others.safetensors")
+    for lines in pool.run(load_with_others, 2, tmp_path):
+        assert len(lines) == 1 and "\n" not in lines[0]
+        assert f"lora={path!r} is applied in part: nothing of this FluxPipeline takes its 4 keys (" in lines[0]
+        assert "text_encoder_3.layers.0.lora_A.weight" in lines[0] and lines[0].endswith(", ..)")
+
+
 def draw_with_two_loras(folder: Path, plan: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, list[str]]:
     """The image of Wan 2.2 with a LoRA in each transformer, as the command loads them, and what the log says."""
     pipe = ZOO["wan-2.2"].make()

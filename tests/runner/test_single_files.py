@@ -22,9 +22,9 @@ from ditile.model.known import CONFIGS
 from ditile.plan.plan import Plan
 from ditile.runner.load import load_component_file, split_model_file
 from ditile.runner.model_files import find_model_source
-from ditile.runner.weights.checkpoint import Checkpoint
+from ditile.runner.weights.checkpoint import Checkpoint, open_tensors
 from ditile.runner.weights.convrot import IntegerFormat
-from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_base_models
+from ditile.runner.weights.single_file import ConvertedFile, FileTensor, SingleFile, find_base_models
 from tests import tiny
 from tests.pool import on_ranks
 from tests.runner.cases import find_component
@@ -160,6 +160,17 @@ def test_groups_of_every_size_are_rotated_back() -> None:
         rows = IntegerFormat.parse_settings(settings, 512).unpack_rows(integers, scale)
         assert torch.allclose(rows, wanted, rtol=0, atol=1e-5)
     assert IntegerFormat.parse_settings({"format": "convrot_w4a4"}, 128) == ("convrot_w4a4", 256, 2)
+
+
+def test_rows_of_other_formats_are_not_joined(tmp_path: Path) -> None:
+    """A failure means that one of two tensors that become one is rotated like the other."""
+    parts = [FileTensor.from_shape(name, (2, 64), "I8") for name in "ab"]
+    parts[0].integers = IntegerFormat("int8_tensorwise", 64, 1)
+    file = SingleFile(tmp_path, {}, open_tensors)
+    for wrong in (torch.cat(parts), torch.cat([parts[0][:, :32], parts[0][:, 32:]])):
+        wanted = {"weight": torch.empty(wrong.shape, device="meta")}
+        with pytest.raises(LoadError, match="made of tensors like [ab], whose integers are rotated in another way"):
+            file._check_tensors("Model", {"weight": wrong}, wanted, set())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
@@ -99,6 +100,15 @@ def test_what_a_user_put_on_a_model_is_found(change: Change) -> None:
     change(pipe)
     found = explain_code_refusal([pipe.transformer], Plan(ulysses=2), 4)
     assert found is not None and CHANGES[change] in found and "trust_code=True" in found
+
+
+def test_hooks_and_functions_of_all_modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tiny.flux()
+    handle = register_module_forward_hook(lambda module, args, out: out)
+    assert "has the hook <lambda>" in str(explain_code_refusal([pipe.transformer], Plan(data=2), 4))
+    handle.remove()
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: x)
+    assert "has another LayerNorm.forward" in str(explain_code_refusal([pipe.transformer], Plan(data=2), 4))
 
 
 @pytest.mark.parametrize("make", [tiny.flux, tiny.pixart, tiny.sd3, tiny.stable_diffusion])

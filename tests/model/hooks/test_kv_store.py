@@ -72,6 +72,14 @@ def test_stores_belong_to_branch_and_layer() -> None:
     assert memory.key_bytes == 2 * TOKENS * 8
 
 
+def test_slices_follow_their_source() -> None:
+    """A part is cut anew when it comes from another tensor, even of the same values."""
+    memory, made = GenerationMemory(), iter(range(100))
+    first, second = torch.zeros(2), torch.zeros(2)
+    actual = [memory.get_cached_slice("x", source, lambda: next(made)) for source in (first, first, second, first)]
+    assert actual == [0, 0, 1, 2]
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_masks_of_micro_batches_of_one_row(rows: int) -> None:
     """Two rows of a batch, one after the other; at first a mask was there for both, or none.
