@@ -17,7 +17,7 @@ from ditile.cli.verdict import Check, PlanVerdict, build_verdict_table
 from ditile.cli.verify import run_plan_checks
 from ditile.model.recording.kept_tapes import StaticInput
 from ditile.plan import cost
-from ditile.plan.errors import JoinError, PlanError
+from ditile.plan.errors import JoinError
 from ditile.plan.plan import Plan
 from ditile.runner.requests.console import LINE_WIDTH
 from ditile.runner.requests.options import VerifyOptions
@@ -205,34 +205,3 @@ def test_recorded_steps_are_compared_with_code(pool: Pool, is_right: bool, tmp_p
     assert [name for name, *_ in first] == [*recorded_cases.CASES]
     assert [ok for _, ok, _ in first] == [is_right] * len(first), first
     assert all(says.startswith("the result differs") != is_right for *_, says in first), first
-
-
-@pytest.mark.parametrize(
-    ("ring", "code", "says"),
-    [
-        (True, 0, "all 20 checks hold, 2 do not apply"),
-        (False, 1, "failed: ring=2: a capture fails"),
-    ],
-    ids=["right", "wrong"],
-)
-def test_the_page_of_recorded_steps(
-    ring: Any, code: int, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two cards: three stages do not run, and a plan that is refused or dies does not end the others."""
-
-    def run_plan(function: Any, plan: Plan, *_: Any) -> list[tuple[str, bool, str]]:
-        if plan.cfg == 2:
-            raise PlanError("there is no guidance")
-        cases = [(name, True, "played 9 of 12 calls") for name in recorded_cases.CASES]
-        if plan.ring == 2:
-            cases[2] = (recorded_cases.FAILS, ring, "the result differs: played 9 of 12 calls")
-        return cases
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(verify, "describe_versions", lambda devices: "on two cards")
-    monkeypatch.setattr(main, "_run_on_ranks", run_plan)
-    assert main.main(["verify", "--recorded"]) == code
-    out = capsys.readouterr().out
-    assert says in " ".join(out.replace("│", " ").split()), out
-    assert "needs 3 GPUs" in out
-    assert "there is no guidance" in out

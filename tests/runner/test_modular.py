@@ -58,27 +58,6 @@ def test_a_stop_on_one_rank_ends_the_call_on_both() -> None:
     assert type(runner.pipe._blocks.sub_blocks["denoise"]).__name__ == "FluxCoreDenoiseStep"
 
 
-def count_decodes(plan: Plan, name: str, output: str) -> tuple[int, bool, torch.Tensor]:
-    """On a rank: how often it decodes for rank 0 alone, whether it has a result, and what it draws for all."""
-    pipe, decoded = ZOO[name].make(), list[int]()
-    runner, stock = ditile.parallelize(pipe, plan), pipe.vae.decode
-    pipe.vae.decode = lambda *args, **options: decoded.append(1) or stock(*args, **options)
-    call = ZOO[name].call() | {"output": output, "output_type": "pt"}
-    result = runner(**call, output_on="first")
-    count, kind = len(decoded), type(pipe._blocks.sub_blocks["decode"])
-    both = runner(**ZOO[name].call() | {"output": output, "output_type": "pt"})
-    assert kind.__name__ == type(pipe._blocks.sub_blocks["decode"]).__name__ and len(decoded) == count + 1
-    assert result is None or torch.equal(result, both)
-    return count, result is not None, both
-
-
-@pytest.mark.parametrize("plan", [Plan(pipefusion=2, patches=3, warmup=1), Plan(ulysses=2)], ids=str)
-def test_rank_0_alone_decodes_what_it_alone_needs(pool: Pool, plan: Plan) -> None:
-    """A failure means seconds of a VAE and its memory on ranks whose pictures nobody wants."""
-    (decodes, has, one), (others, other_has, other) = pool.run(count_decodes, 2, plan, "flux-modular", "images")
-    assert (decodes, has, others, other_has) == (1, True, 0, False) and torch.equal(one, other)
-
-
 @pytest.mark.parametrize("name", ["qwen-image-modular", "flux-inpaint", "wan-2.2"])
 def test_two_threads_count_steps_apart(name: str) -> None:
     """Each runner counts its own steps by `enumerate`, of a tree of blocks or of one function: blends, sigmas and
