@@ -1,8 +1,8 @@
 """Identifies the generations for which a fitted schedule holds: the model with its weights, the arguments of the call,
 and the scheduler.
 
-The same functions read it when a schedule is fitted and whenever one is used. A generation that differs in anything of
-this has other outputs, for which the weights of the forecasts are wrong.
+The same functions describe a generation when a schedule is fitted and when one is used. A generation that differs in
+any of these has other outputs, for which the weights of the forecasts are wrong.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 SAMPLES = 2
-"""The number of leading numbers that are kept of each matrix of weights."""
+"""How many leading values are kept of each weight matrix."""
 
 WEIGHT_TOLERANCE = 0.0042
-"""The largest difference of equal weights, relative to the larger: a little more than rounding to bfloat16 makes."""
+"""Weights that differ by less, relative to the larger one, are equal: rounding to bfloat16 makes a little less."""
 
 LEAST_WEIGHT = 1e-7
-"""The difference that is always allowed: float16 rounds the smallest weights by this much."""
+"""Weights that differ by less are equal too: float16 rounds the smallest ones by this much."""
 
 SIGMA_TOLERANCE = 1e-3
-"""The largest difference of equal sigmas, relative to the largest sigma: far less than between schedules of other steps
-or sizes."""
+"""Sigmas that differ by less, relative to the largest sigma, are equal. Another number of steps, or another size, makes
+a far larger difference."""
 
 MAX_STEPS = 10_000
 """More steps than any generation has."""
@@ -68,7 +68,7 @@ def _check_printable(name: str) -> str:
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_check_printable)]
 ListShares = Callable[["nn.Module"], Collection[str]]
-"""Lists the modules of a model for which another rank has the first part of the weights."""
+"""Lists the modules of a model whose leading weights are on another rank."""
 Samples = Annotated[tuple[Number, ...], Field(min_length=1, max_length=SAMPLES)]
 
 
@@ -76,14 +76,14 @@ class Identity(BaseModel):
     """The facts that a schedule belongs to.
 
     Attributes:
-        model_class: of the first model that the pipeline calls.
-        weights: of each model the first numbers of each matrix or kernel of weights.
-        loras: that were on, with their scales.
-        guidance: how strong it is; true guidance without a negative prompt is 1.
+        model_class: the class of the first model that the pipeline calls.
+        weights: for each model, the leading values of each weight matrix or kernel.
+        loras: the active LoRAs, with their scales.
+        guidance: the scales of guidance; true guidance without a negative prompt is 1.
         size: height and width in pixels, and frames, as far as the call or the pipeline says them.
-        scheduler: its class; "" where there is none.
-        solver: what its config says besides the sigmas.
-        sigmas: of its steps; timesteps, where it has no sigmas.
+        scheduler: the scheduler's class.
+        solver: the scheduler's settings besides the sigmas.
+        sigmas: the scheduler's sigma at each step; timesteps, if it has no sigmas.
         latents: the shape of one image's latents, as the model takes them.
     """
 
@@ -101,12 +101,11 @@ class Identity(BaseModel):
 
 
 def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequence[nn.Module] = ()) -> str:
-    """Describe the first difference between a generation and the one a schedule was fitted to, and what would work. ""
-    for none.
+    """Describe how a generation differs from what a schedule was fitted to, and what would work; "" if it does not.
 
     Args:
-        present: some fields of the generation's, by name: as far as they are known by now.
-        models: that the pipeline calls; needed where the weights are among the fields.
+        present: the fields of the generation that are known so far, by name.
+        models: the models that the pipeline calls; needed to compare weights.
     """
     for field, advice in _ADVICE.items():
         if field not in present:
@@ -115,7 +114,7 @@ def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequ
         now = present[field]
         difference = ""
         if field == "weights":
-            # Blocks of other ranks are not here, and are compared there.
+            # The models say which blocks are on other ranks: each rank compares its own.
             difference = _compare_weights(fitted, now, models)
         elif field == "sigmas":
             difference = _compare_sigmas(fitted, now)
@@ -152,11 +151,11 @@ def describe_call(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[
         if name.endswith(GUIDANCE_ENDINGS) and (value is None or isinstance(value, int | float)):
             guidance[name] = value
     if "true_cfg_scale" in guidance:
-        # Pipelines with true guidance guide only away from a negative prompt.
+        # These pipelines guide only away from a negative prompt.
         negatives = [name for name in drop_missing(complete) if name.startswith("negative_prompt")]
         if not negatives or (guidance["true_cfg_scale"] or 0) <= 1:
             guidance["true_cfg_scale"] = 1.0
-        # A distilled scale that the model does not take has no effect.
+        # An embedded scale has no effect on a model that does not take it.
         if getattr(getattr(model, "config", None), "guidance_embeds", None) is False:
             guidance.pop("guidance_scale", None)
     if guidance.get("guidance_scale_2", 0) is None:
@@ -167,9 +166,9 @@ def describe_call(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[
     size: dict[str, int] = {}
     for name in SIZE_ARGUMENTS:
         value = complete.get(name)
-        # A side that is named and not said is the pipeline's own.
-        is_own_side = value is None and name in complete and name != "num_frames"
-        if is_own_side and isinstance(side, int) and isinstance(scale, int):
+        # A side that the call leaves out is the pipeline's default.
+        is_default_side = value is None and name in complete and name != "num_frames"
+        if is_default_side and isinstance(side, int) and isinstance(scale, int):
             value = side * scale
         if isinstance(value, int):
             size[name] = value
@@ -197,25 +196,24 @@ def describe_latents(latents: Any) -> tuple[int, ...]:
 
 
 def read_sigmas(scheduler: Any, num_steps: int) -> list[float]:
-    """Return the noise levels at which a generation of `num_steps` steps calls the model. These are timesteps where
-    there are no sigmas."""
+    """Return the noise levels at which a generation of `num_steps` steps calls the model: sigmas, or else timesteps."""
     from torch import Tensor
 
     sigmas = getattr(scheduler, "sigmas", None)
     if isinstance(sigmas, Tensor) and len(sigmas) > num_steps:
         # The last sigma is what remains after the last step.
         return list(map(float, sigmas.tolist()[-num_steps - 1 : -1]))
-    # A runner's timesteps drive its loop when they are iterated, so they are read as numbers.
+    # Iterating a runner's timesteps would drive its loop, so they are converted to a list.
     return list(map(float, scheduler.timesteps.tolist()[-num_steps:]))
 
 
 def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str, tuple[float, ...] | None]:
-    """Return the first numbers of each matrix of weights on this rank. A quantized or offloaded matrix has none.
+    """Return the leading values of each weight matrix on this rank. A quantized or offloaded matrix has none.
 
     Biases and norms are left out: a file stays small, and what changes them changes matrices too.
 
     Args:
-        later_shares: paths of modules whose first numbers another rank has; their entry is None.
+        later_shares: paths of modules whose leading values another rank has; their entry is None.
     """
     import torch
 
@@ -234,16 +232,15 @@ def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str,
         if not is_plain_parameter(parameter) or parameter.is_meta or not parameter.numel():
             sampled[name] = ()
             continue
-        # The numbers are of the last dimension, whatever the layout in memory: flattening would copy some weights
-        # whole.
+        # Values are taken along the last dimension: flattening would copy all of a matrix that is not contiguous.
         head = parameter.detach()[(0,) * (parameter.ndim - 1)][:SAMPLES].float()
         heads_by_device.setdefault(head.device, {})[name] = head
     for heads in heads_by_device.values():
         # One copy from a device, and not one for each parameter.
-        numbers = iter(torch.cat(list(heads.values())).tolist())
+        values = iter(torch.cat(list(heads.values())).tolist())
         for name, head in heads.items():
-            own = itertools.islice(numbers, len(head))
-            sampled[name] = tuple(float(f"{number:.5g}") for number in own)
+            own = itertools.islice(values, len(head))
+            sampled[name] = tuple(float(f"{value:.5g}") for value in own)
     return sampled
 
 
@@ -270,17 +267,17 @@ def _compare_weights(
     if len(fitted) != len(present):
         return f"is for {len(fitted)} models, and the pipeline calls {len(present)}"
     for samples, present_samples, model in zip(fitted, present, models, strict=True):
-        for name, numbers in present_samples.items():
-            if numbers is None:
+        for name, values in present_samples.items():
+            if values is None:
                 continue
-            if not numbers:
+            if not values:
                 return f"cannot be compared with {name}, which is quantized or offloaded"
-            known = samples.get(name, ())
-            if len(known) != len(numbers):
+            fitted_values = samples.get(name, ())
+            if len(fitted_values) != len(values):
                 return f"was fitted to other weights than {name} has"
-            for number, other in zip(known, numbers, strict=True):
-                largest = max(abs(number), abs(other))
-                if abs(number - other) > WEIGHT_TOLERANCE * largest + LEAST_WEIGHT:
+            for fitted_value, value in zip(fitted_values, values, strict=True):
+                largest = max(abs(fitted_value), abs(value))
+                if abs(fitted_value - value) > WEIGHT_TOLERANCE * largest + LEAST_WEIGHT:
                     return f"was fitted to other weights than {name} has"
         for name in samples.keys() - present_samples.keys():
             if not _is_elsewhere(model, name):
@@ -306,7 +303,7 @@ def _is_elsewhere(model: nn.Module, name: str) -> bool:
 def _compare_items(fitted: Mapping[str, Any], present: Mapping[str, Any]) -> str:
     """Describe a difference between settings of a call or a scheduler."""
     for name, value in fitted.items():
-        # A setting that is unknown now had no known effect when the schedule was fitted.
+        # A setting that this call does not have cannot be compared.
         if name in present and present[name] != value:
             return f"is for {name}={_format(value)}, and the call has {_format(present[name])}"
     for name, value in present.items():
@@ -333,12 +330,12 @@ def _compare_sigmas(fitted: Sequence[float], present: Sequence[float]) -> str:
 
 _ADVICE = {
     "model_class": "use a schedule of this model",
-    # Before the weights, among which fused LoRAs are.
+    # Before the weights, which differ too if a LoRA is fused.
     "loras": "disable the LoRA, or fuse it, save the pipeline and fit a schedule to that",
     "weights": "load the weights that it was fitted to, and quantize none",
     "guidance": "set it as it was fitted",
     "size": "set it as it was fitted",
-    "scheduler": "set the other",
+    "scheduler": "set that one",
     "solver": "set it as it was fitted",
     "sigmas": "call it as it was fitted",
     "latents": "generate in the size of the schedule",

@@ -1,9 +1,9 @@
 """EasyCache: a call of the model is left out while its output should have changed little (arXiv 2507.02860).
 
-At computed steps k is the change of the output over the change of the input since the computed step before. In each
-step k x (change of the input since the last step) / (size of the last computed output) is added up. While the sum is
-below a threshold the model is not called, and the output is the last computed one plus the change of the input since
-then. The first branch of guidance decides for all. It needs no block, so U-Nets and unknown models have it too.
+Between the last two computed steps, k is the change of the output divided by the change of the input. Each step adds
+k x (change of the input since the last step) / (size of the last computed output) to a sum. While the sum is below a
+threshold the model is not called, and the output is the last computed one plus the change of the input since then. The
+first branch of guidance decides for all. EasyCache needs no blocks, so U-Nets and unknown models have it too.
 
 Cost: two inputs and outputs of each branch and the last input are kept; 8 bytes are sent for each step that is
 measured, as the first rank of an image decides for all. A threshold of 0 leaves nothing out. Stages and stale keys must
@@ -51,7 +51,7 @@ class EasyCacheConfig(CallCacheConfig):
 
     @checked()
     def explain_plan_refusal(self, plan: Plan) -> str | None:
-        """Explain why a plan cannot use it, or return None."""
+        """Explain why a plan excludes EasyCache, or return None."""
         if not plan.cuts_latents and not plan.attends_to_stale_keys:
             return None
         return (
@@ -75,13 +75,13 @@ class EasyCachePolicy(CallPolicy):
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
         """Return whether the sum of expected changes has reached the threshold. Later branches follow the first."""
-        # A rank without images keeps none, and its calls compute nothing.
+        # A rank without images keeps no outputs, and its calls compute nothing.
         if not kept:
             return True
         step, computes = self._decision
         if call.branch and step == call.step:
             return computes
-        # Two branches decide apart where the first one makes no call in this step.
+        # Without a call of the first branch in this step, the next branch decides.
         computes = self._decide(call, kept)
         self._decision = (call.step, computes)
         return computes
@@ -94,20 +94,21 @@ class EasyCachePolicy(CallPolicy):
         """Return the last computed output, plus the change of the input since then."""
         newest = kept[0]
         outputs = [tensor.clone() for tensor in newest.tensors]
-        dim, count = _find_channels(call.latents, outputs)
+        dim, num_channels = _find_channels(call.latents, outputs)
         inputs = zip(_list_inputs(call.latents), _list_inputs(newest.call.latents), strict=True)
         # A sound beside a video has no latents here, and stays as it was.
         for output, (now, before) in zip(outputs, inputs, strict=False):
-            # Further channels are left out: in an input they are conditions, which do not change, and in an output
-            # variances.
-            output.narrow(dim, 0, count).add_((now - before).narrow(dim, 0, count))
+            # Further channels are left out: those of an input are conditions, which do not change, and those of an
+            # output are variances.
+            output.narrow(dim, 0, num_channels).add_((now - before).narrow(dim, 0, num_channels))
         return outputs
 
     def _decide(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
         before = self._last_input
+        # A step that computes without a decision, such as the first, has its input in what is kept.
         if before is None or kept[0].call.step == call.step - 1:
             before = kept[0].call.latents
-        # The scheduler of some pipelines writes into the latents.
+        # Copies, because the scheduler of some pipelines writes into the latents.
         self._last_input = [latents.clone() for latents in _list_inputs(call.latents)]
         if call.step < self._config.retention_steps or call.step >= self._last_step or len(kept) < 2:
             return True
@@ -133,7 +134,7 @@ def _list_inputs(latents: Any) -> list[Tensor]:
 
 
 def _measure_change(now: Any, before: Any, call: ModelCall) -> Tensor:
-    """Return the mean absolute change of this rank's images."""
+    """Return the mean absolute change of this rank's images, summed over a list of tensors."""
     means = []
     for tensor, earlier in zip(_list_inputs(now), _list_inputs(before), strict=True):
         change = call.agreement.select_own_rows(tensor - earlier)
@@ -142,7 +143,7 @@ def _measure_change(now: Any, before: Any, call: ModelCall) -> Tensor:
 
 
 def _find_channels(latents: Any, outputs: Sequence[Tensor]) -> tuple[int, int]:
-    """Find the dimension in which inputs and outputs differ, and its length in both."""
+    """Find the dimension in which inputs and outputs differ, and the shorter of its two lengths."""
     first = _list_inputs(latents)[0]
     output = outputs[0]
     unlike = []

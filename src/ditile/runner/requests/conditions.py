@@ -1,7 +1,7 @@
-"""Conditions: the inputs of a call in addition to words, which are images, a mask or a video.
+"""Conditions: the inputs of a call besides words, such as images, a mask or a video.
 
-What a class takes is read from the parameters of its call; `COMPOSING` lists what only its source says. Nothing here
-imports torch by itself.
+What a class takes is read from the parameters of its call; `COMPOSING` lists what only the source of a class says.
+Importing this file imports no torch, which the server never does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ARGUMENTS = {
     "video": ("video",),
     "last_image": ("last_image",),
 }
-"""Condition, as the option of a request -> its names in calls of diffusers."""
+"""Condition, by the name of its option -> the possible names of its argument in diffusers."""
 COMPOSING = frozenset(
     {
         "BriaFibo2Pipeline",
@@ -36,7 +36,7 @@ COMPOSING = frozenset(
 )
 """Classes whose call puts `image` into a list: several images are references of one result. Elsewhere they are a batch.
 A test compares this with the source of all classes."""
-_REFERENCE = "image_reference"
+_SECOND_IMAGE = "image_reference"
 _CONTROL_MASK = "control_mask"
 _KEYFRAMES = "conditions"
 _REFERENCES = "references"
@@ -49,10 +49,11 @@ class CallConditions:
     """The inputs that the call of a class starts from.
 
     Attributes:
-        needed: the conditions without which it cannot run.
-        max_pictures: how many images it takes at most.
-        keyframe: the class in which it takes frames and the place of the first of them, in a list; None if in none.
-        reference: the class in which it takes each of several images, in its argument `references`; None if in none.
+        arguments: condition -> the name of its argument.
+        needed: the conditions without which the call cannot run.
+        max_pictures: how many images the call takes at most.
+        keyframe: the class of a keyframe, if the call takes a list of keyframes instead of images.
+        reference: the class of a reference, if the call takes several images as its argument `references`.
     """
 
     arguments: Mapping[str, str]
@@ -63,7 +64,7 @@ class CallConditions:
 
 
 def read_call_conditions(pipeline: Any) -> CallConditions:
-    """Read the inputs of the call of a class of pipelines, or of a modular pipeline."""
+    """Read which conditions a call takes. The pipeline is a class, or a modular pipeline itself."""
     from ditile.model.pipeline_calls import list_call_parameters, list_required_inputs
 
     is_modular = not isinstance(pipeline, type)
@@ -82,11 +83,11 @@ def read_call_conditions(pipeline: Any) -> CallConditions:
     if "image" not in parameters:
         arguments.pop("mask", None)
     if _CONTROL_MASK in parameters and "image" not in parameters:
-        # This is a ControlNet that fills in: the image that it is shown is the one to fill.
+        # This ControlNet fills in: its control image is the one to fill.
         arguments |= {"image": arguments.pop("control_image"), "mask": _CONTROL_MASK}
     without_default = list_required_inputs(pipeline)
     required = {name for name, argument in arguments.items() if argument in without_default}
-    # The blocks of a modular pipeline choose by the inputs that are there, so it needs few of them.
+    # A modular pipeline runs the blocks for the inputs that it gets, so few inputs are needed.
     if not is_modular:
         required.add("control_image")
         if arguments.get("mask") in ("mask_image", _CONTROL_MASK):
@@ -99,7 +100,7 @@ def read_call_conditions(pipeline: Any) -> CallConditions:
     max_pictures = 0
     if "image" in arguments:
         max_pictures = 1
-        if _REFERENCE in parameters:
+        if _SECOND_IMAGE in parameters:
             max_pictures = 2
         if reference is not None or _composes_images(pipeline, parameters, arguments["image"]):
             max_pictures = MOST_PICTURES
@@ -121,7 +122,7 @@ def _composes_images(pipeline: Any, parameters: Mapping[str, Any], argument: str
 
 
 def _find_reference_class(parameters: Mapping[str, inspect.Parameter]) -> type | None:
-    """Find the class of an image among a call's references. These are a list of any of their classes (MiniMax-H3)."""
+    """Find the class of a reference that is an image. Other references may be videos or sounds (MiniMax-H3)."""
     if _REFERENCES not in parameters:
         return None
     for base in get_args(parameters[_REFERENCES].annotation):
@@ -132,7 +133,7 @@ def _find_reference_class(parameters: Mapping[str, inspect.Parameter]) -> type |
 
 
 def _find_keyframe_class(parameters: Mapping[str, inspect.Parameter]) -> type | None:
-    """Find the class of a call's keyframes, if it has frames and the index, in latent frames, of the first of them."""
+    """Find the class of a call's keyframes: it has frames, and the index of the first one, in latent frames."""
     if _KEYFRAMES not in parameters:
         return None
     for cls in get_args(parameters[_KEYFRAMES].annotation):
@@ -146,11 +147,11 @@ def bind_conditions(call: CallConditions, contents: CallArguments, copies: int |
 
     Args:
         call: what the class takes.
-        contents: condition -> an image; of `image` all images, of `video` its frames.
-        copies: how many generators the call has, if it has a list of them: noise is added to as many images.
+        contents: condition -> its image; a list of images for `image`, of frames for `video`.
+        copies: the number of generators, if the call has a list of them: it then makes as many images.
 
     Raises:
-        ModelError: if a class whose several images are references gets a last frame too.
+        ModelError: if several images, which are references, come with a last frame.
     """
     if call.keyframe is not None:
         keyframe: Any = call.keyframe
@@ -184,18 +185,18 @@ def _bind_images(
     if len(images) == 1 and not argument.endswith("s"):
         return {argument: _repeat(call, images[0], copies)}
     if call.max_pictures == 2:
-        return {argument: images[0], _REFERENCE: images[1]}
+        return {argument: images[0], _SECOND_IMAGE: images[1]}
     return {argument: images}
 
 
 def _repeat(call: CallConditions, image: Any, copies: int | None) -> Any:
-    """Repeat an image for each generator of a call, where a list of images is a batch."""
+    """Repeat an image for each generator of a call, unless the call composes a list into one image."""
     if copies is None or call.max_pictures != 1:
         return image
     return [image] * copies
 
 
 def check_picture_count(pipeline: str, most: int, count: int) -> None:
-    """Raise `ModelError` for more images than a class takes. A single image is left to the class."""
+    """Raise `ModelError` for more images than a class takes. A single one is checked with the other arguments."""
     if count > max(1, most):
         raise ModelError(f"{pipeline} starts from {max(1, most)} at most, and not from {count} images")
