@@ -162,15 +162,14 @@ class Hand:
 
 @dataclass
 class HandPrune(Hand):
-    """DBPrune by hand: each block of the middle but those of `never` by itself, by what it is given."""
+    """DBPrune by hand: each block of the middle by itself, by what it is given."""
 
-    never: Sequence[int] = ()
     cached: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         places = range(self.first, len(self.chain) - self.last)
-        self.segments = [[self.chain[k]] for k in places if k not in self.never]
+        self.segments = [[self.chain[k]] for k in places]
         self.inputs: dict[int, Tensor] = {}
 
     @contextmanager

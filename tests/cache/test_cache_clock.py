@@ -13,7 +13,6 @@ from diffusers import (
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     FluxImg2ImgPipeline,
-    StableDiffusion3Img2ImgPipeline,
 )
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
@@ -115,33 +114,8 @@ class Own(DiffusionPipeline):  # type: ignore[misc]
         return latents
 
 
-class Several(DiffusionPipeline):  # type: ignore[misc]
-    """Steps a scheduler by another name, and then a second one for something else."""
-
-    def __init__(self, transformer: Any, prior_scheduler: Any, decoder_scheduler: Any) -> None:
-        super().__init__()
-        self.register_modules(
-            transformer=transformer, prior_scheduler=prior_scheduler, decoder_scheduler=decoder_scheduler
-        )
-
-    @torch.no_grad()
-    def __call__(self, latents: Any, text: Any, both: bool = False, num_inference_steps: int = STEPS) -> Any:
-        for scheduler in (self.prior_scheduler, self.decoder_scheduler) if both else (self.prior_scheduler,):
-            scheduler.set_timesteps(num_inference_steps)
-        for t in self.prior_scheduler.timesteps:
-            out = self.transformer(latents, t[None], text, return_dict=False)[0]
-            latents = self.prior_scheduler.step(out, t, latents, return_dict=False)[0]
-            if both:
-                self.decoder_scheduler.step(out, t, latents)
-        self.decoder_scheduler.set_timesteps(3)
-        for t in self.decoder_scheduler.timesteps:
-            latents = self.decoder_scheduler.step(latents, t, latents, return_dict=False)[0]
-        return latents
-
-
-def test_pipelines_without_a_component_called_scheduler() -> None:
-    """A failure means that they cannot be cached, or that a picture which is left in the middle goes on in the next
-    one."""
+def test_a_pipeline_without_a_scheduler() -> None:
+    """A failure means that it cannot be cached, or that a picture which is left in the middle goes on in the next."""
     model, text = wan_pipeline()[0].transformer, draw(1, 9, 16, seed=1)
     latents = draw(1, 4, 1, 6, 10, seed=3)
     pipe = Own(model)
@@ -156,26 +130,6 @@ def test_pipelines_without_a_component_called_scheduler() -> None:
     ditile.disable_cache(pipe)
     assert type(pipe) is Own
     same(pipe(latents, text), plain)
-    for both in (False, True):
-        several = Several(model, DDIMScheduler(clip_sample=False), DDIMScheduler(clip_sample=False))
-        draw_plain_and_cached(several, SETTINGS, lambda both=both, pipe=several: pipe(latents, text, both))
-        assert skipped(several) == [REST]
-        ditile.disable_cache(several)
-
-
-class FromImage(Own):
-    """Makes the last of its steps."""
-
-    def __call__(self, latents: Any, text: Any, num_inference_steps: int = STEPS, strength: float = 0.5) -> Any:
-        return super().__call__(latents, text, int(num_inference_steps * strength))
-
-
-def test_strength_shortens_a_loop_whose_calls_are_counted() -> None:
-    """A failure means that masks and forecasts are made for steps that the loop does not make."""
-    pipe = FromImage(wan_pipeline()[0].transformer)
-    ditile.enable_cache(pipe, CACHE.reset(steps_computation_mask=[1, 1, 0, 1, 0, 1], steps_computation_policy="static"))
-    pipe(draw(1, 4, 1, 6, 10, seed=3), draw(1, 9, 16, seed=1), 2 * STEPS)
-    assert skipped(pipe) == [[2, 4]]
 
 
 @pytest.mark.parametrize("guided", [range(STEPS), range(2, 4), range(3)], ids=["all", "some", "first"])
@@ -330,17 +284,13 @@ def test_schedulers_that_are_set_later(name: str) -> None:
         ditile.enable_cache(pipe, CACHE)
 
 
-IMG2IMG = {"flux": FluxImg2ImgPipeline, "sd3": StableDiffusion3Img2ImgPipeline}
-
-
-@pytest.mark.parametrize("name", IMG2IMG)
-def test_image_to_image(name: str) -> None:
+def test_image_to_image() -> None:
     """`strength` takes the last steps of the schedule: they are counted from the first one that is taken, and masks are
     made for as many. A failure means that memory is kept after the call, or a mask belongs to other steps."""
-    pipe = MAKE[name]()
-    cls = IMG2IMG[name]
-    pipe = quiet(cls(**{key: part for key, part in pipe.components.items() if key in cls.__init__.__annotations__}))
-    call = call_of(name, num_inference_steps=12, strength=0.8, image=torch.rand(1, 3, 32, 24), height=32, width=24)
+    parts = MAKE["flux"]().components
+    names = FluxImg2ImgPipeline.__init__.__annotations__
+    pipe = quiet(FluxImg2ImgPipeline(**{key: part for key, part in parts.items() if key in names}))
+    call = call_of("flux", num_inference_steps=12, strength=0.8, image=torch.rand(1, 3, 32, 24), height=32, width=24)
     call["generator"] = None
 
     def picture() -> Any:
@@ -354,7 +304,7 @@ def test_image_to_image(name: str) -> None:
     assert report.steps == 10 and len(report.differences) == 10 - SPARE
     ditile.enable_cache(pipe, CACHE)
     different(picture(), plain)
-    assert skipped(pipe) == [list(range(SPARE, 10))] and find_model_cache(pipe.transformer).memory_bytes == 0
+    assert skipped(pipe) == [list(range(SPARE, 10))]
     mask = CACHE.reset(steps_computation_mask="ultra", steps_computation_policy="static")
     ditile.enable_cache(pipe, mask)
     picture()
@@ -385,23 +335,11 @@ def test_another_pipeline_with_the_same_model_draws_as_ever() -> None:
     other = quiet(type(pipe)(**{key: part for key, part in parts.items() if part is not None}))
     wanted = draw_cached(other, "sd3")
     ditile.enable_cache(pipe, CACHE)
-    long = None
     with pytest.warns(IdleCacheWarning, match="outside of the pipeline that was cached"):
         same(draw_cached(other, "sd3"), wanted)
-    for _ in range(2):
-        for _ in range(7):
-            same(draw_cached(other, "sd3"), wanted)
-            assert find_model_cache(pipe.transformer).memory_bytes == 0
-        got = draw_cached(other, "sd3", num_inference_steps=40)
-        same(got, got if long is None else long)
-        same(draw_cached(pipe, "sd3"), cached)
-        assert skipped(pipe) == [REST]
-        long = got
     # The timesteps of the cached one are set, and the other one runs.
     pipe.scheduler.set_timesteps(STEPS)
-    same(draw_cached(other, "sd3", num_inference_steps=40), long)
-    assert find_model_cache(pipe.transformer).memory_bytes == 0
-    ditile.enable_cache(other, CACHE)
-    different(draw_cached(other, "sd3"), wanted)
-    ditile.disable_cache(pipe)
     same(draw_cached(other, "sd3"), wanted)
+    assert find_model_cache(pipe.transformer).memory_bytes == 0
+    same(draw_cached(pipe, "sd3"), cached)
+    assert skipped(pipe) == [REST]

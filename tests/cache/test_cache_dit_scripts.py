@@ -35,23 +35,6 @@ def left_out(pipe: Any) -> list[list[int]]:
     return [report.cached_steps for report in cache_dit.summary(pipe, logging=False)]
 
 
-def test_blocks_that_are_never_pruned() -> None:
-    """The model has as many blocks as the settings of the guide need: 8 + 16 for F8B8, and eight that are kept."""
-    pipe = flux(8, 24)
-    config = DBPruneConfig(
-        max_warmup_steps=8,
-        Fn_compute_blocks=8,
-        Bn_compute_blocks=8,
-        residual_diff_threshold=0.12,
-        enable_dynamic_prune_threshold=True,
-        non_prune_block_ids=list(range(16, 24)),
-    )
-    cache_dit.enable_cache(pipe, cache_config=config)
-    picture(pipe)
-    (report,) = cache_dit.summary(pipe, logging=False)
-    assert report.saved > 0 and report.settings == cache_dit.strify(config) and report.middle == 32 - 8 - 8 - 8
-
-
 def test_settings_that_leave_no_block_are_said() -> None:
     """Twelve blocks, and all of them probe. Where warnings are errors nothing was changed."""
     pipe = flux()
@@ -84,16 +67,6 @@ def test_a_refresh_changes_what_it_is_given() -> None:
     for wrong in (3, {"max_warmup_step": 4}):
         with pytest.raises(ModelError):
             cache_dit.refresh_context(model, cache_config=wrong)
-
-
-def test_details_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    pipe = flux()
-    cache_dit.enable_cache(pipe)
-    picture(pipe)
-    cache_dit.summary(pipe, details=True)
-    out = capsys.readouterr().out
-    assert "p95" in out and "branch 0, patch 0, image 0: " in out
-    assert max(len(line) for line in out.splitlines() if "│" in line) <= 80
 
 
 def test_a_generation_in_which_nothing_was_left_out_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,7 +104,6 @@ PLAN_OF_FLUX = {
 }
 PARALLEL: dict[str, dict[str, Any]] = {
     "async projections": {"ulysses_size": 2, "parallel_kwargs": {"experimental_async_qkv_proj": True}},
-    "tensor parallel": {"tp_size": 2},
     "fields": {"ulysses_size": 2, "ulysses_anything": True, "attention_backend": "native"},
     "a plan of its own": {"ulysses_size": 2, "parallel_kwargs": {"cp_plan": PLAN_OF_FLUX}},
 }

@@ -22,13 +22,11 @@ from ditile.cache.config import (
     TaylorSeerCalibratorConfig,
 )
 from ditile.cache.forecast import DMD, FoCa, Reuse, TaylorSeer
-from ditile.model.adapter import BlockAdapter, ForwardPattern
 from ditile.model.block_lists import find_block_lists
-from ditile.model.block_table import BlockList
 from ditile.plan.errors import ModelError, StateError
 from ditile.runner import caching
-from tests.cache.hand import Hand, HandPrune, mean
-from tests.cache.pictures import MOVES, RUN, STEPS, calls, enable, live, moved, outputs, skipped, tensors
+from tests.cache.hand import Hand, mean
+from tests.cache.pictures import RUN, STEPS, calls, enable, live, outputs, skipped, tensors
 from tests.more_families import EVERY
 from tests.runner.cases import MAKE, different, make_double, run, same
 
@@ -142,88 +140,6 @@ def test_what_is_measured(flow: str, how: str) -> None:
 
 
 # Blocks of every pattern
-
-
-class ToyBlock(nn.Module):
-    """Adds something to each of its streams, in place, as some blocks do."""
-
-    returns: tuple[str, ...] = ()
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        nn.init.normal_(self.linear.weight, std=0.4, generator=torch.Generator().manual_seed(seed))
-
-    def mixed(self, image: Tensor, text: Tensor) -> Any:
-        both = {"image": image + self.linear(image).tanh() + text.mean(1, keepdim=True)}
-        both["text"] = text * 0.9 + self.linear(text).tanh() + image.mean(1, keepdim=True)
-        found = tuple(both[stream] for stream in self.returns)
-        return found if len(found) > 1 else found[0]
-
-
-def toy(pattern: ForwardPattern) -> nn.Module:
-    """A transformer of such blocks; where blocks take no text, its forward gives them none."""
-
-    class Block(ToyBlock):
-        returns = pattern.flow.returns
-
-        if pattern.flow.text is None:
-
-            def forward(self, hidden_states: Tensor) -> Any:
-                return self.mixed(hidden_states, hidden_states[:, :2])
-
-        else:
-
-            def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Any:  # type: ignore[misc]
-                return self.mixed(hidden_states, encoder_hidden_states)
-
-    class Toy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Block(seed) for seed in range(4))
-
-        def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:
-            text = encoder_hidden_states
-            for block in self.blocks:
-                out = block(hidden_states, text) if pattern.flow.text else block(hidden_states)
-                if len(pattern.flow.returns) == 1:
-                    hidden_states = out
-                else:
-                    hidden_states, text = out if pattern.flow.returns[0] == "image" else out[::-1]
-            return hidden_states + text.mean(1, keepdim=True)
-
-    return Toy().eval()
-
-
-@torch.no_grad()
-def toy_outputs(model: Callable[..., Any]) -> list[Tensor]:
-    start = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
-    inputs = {"hidden_states": start, "encoder_hidden_states": start[:, :3] * 0.5}
-    return [model(**moved(inputs, *move)) for move in MOVES]
-
-
-@pytest.mark.parametrize("prunes", [False, True], ids=["DBCache", "DBPrune"])
-@pytest.mark.parametrize("pattern", ForwardPattern, ids=lambda pattern: pattern.name)
-def test_every_pattern(pattern: ForwardPattern, prunes: bool) -> None:
-    """Blocks that no table knows. A failure means that one of the six ways to pass tokens on is confused with another;
-    elsewhere DBPrune raised a TypeError where blocks take one stream."""
-    model = toy(pattern)
-    plain = toy_outputs(model)
-    lists = [BlockList("blocks", model.blocks, pattern.flow)]
-    hand = (HandPrune if prunes else Hand)(model, lists, threshold=0.2)
-    wanted = toy_outputs(hand)
-    config = (DBPruneConfig if prunes else DBCacheConfig)(
-        Fn_compute_blocks=1, max_warmup_steps=0, residual_diff_threshold=0.2, num_inference_steps=STEPS
-    )
-    caching.enable_cache(
-        BlockAdapter(transformer=model, blocks=model.blocks, forward_pattern=pattern, check_forward_pattern=False),
-        config,
-    )
-    same(toy_outputs(model), wanted, pattern)
-    assert any(skipped(model))
-    different(wanted[1], plain[1])
-    caching.disable_cache(model)
-    same(toy_outputs(model), plain)
 
 
 # What is left behind

@@ -52,22 +52,18 @@ MECHANISMS = [
 ]
 """An axis each."""
 CASES = [
-    Case("pixart sigma", "cfg=2", PRUNE, TAYLOR, TWO),
     Case("pixart sigma", "pipefusion=2 warmup=99"),
     Case("pixart sigma", "pipefusion=4 patches=1", PRUNE),
     Case("flux true cfg", "cfg=2"),
     Case("flux", "pipefusion=3 patches=1", NO_PROBE),
     Case("pixart sigma", "ulysses=2 cfg=2", NO_PROBE, TAYLOR),
-    Case("flux true cfg", "pipefusion=2 patches=3 warmup=99 cfg=2"),
     Case("flux", "ulysses=3 uaa=true", calibrator=TAYLOR),
     Case("flux", "tensor=2"),
-    Case("flux", "ulysses=2 ring=2 async_ulysses=true"),
     Case(
         "flux",
         "pipefusion=3 patches=2 warmup=99",
         DBCacheConfig(Fn_compute_blocks=2, Bn_compute_blocks=1, max_warmup_steps=2),
     ),
-    Case("sd3.5 medium", "ulysses=2 cfg=2", changes=TWO),
     Case("sd3", "distrifusion=2 warmup=99"),
     Case("sd3.5 medium", "pipefusion=2 patches=1 ulysses=2", PRUNE),
 ]

@@ -96,8 +96,7 @@ def test_controlnets() -> None:
     same(draw(pipe, name, **control), plain)
 
 
-@pytest.mark.parametrize("part", [{"control_guidance_end": 0.5}, {"control_guidance_start": 0.5}], ids=str)
-def test_control_that_begins_or_ends_in_mid_run(part: dict[str, float]) -> None:
+def test_control_that_ends_in_mid_run() -> None:
     """The step in which it does computes, and with steady control no other one does for its sake. A failure means that
     what enters behind the probe is not noticed, so that control goes on where it should have ended."""
     pipe, control = with_controlnet()
@@ -106,11 +105,11 @@ def test_control_that_begins_or_ends_in_mid_run(part: dict[str, float]) -> None:
     def draw(**changes: Any) -> Any:
         return run(pipe, "flux", num_inference_steps=12, **control, **changes)
 
-    plain = draw(**part)
+    plain = draw(control_guidance_end=0.5)
     ditile.enable_cache(pipe, CACHE.reset(residual_diff_threshold=0.15))
     draw()
     steady = {step for branch in skipped(pipe) for step in branch}
-    got = draw(**part)
+    got = draw(control_guidance_end=0.5)
     [found] = {tuple(branch) for branch in skipped(pipe)}
     assert steady - set(found) == {6}
     assert float((got - plain).norm() / plain.norm()) < 0.06
@@ -271,9 +270,6 @@ def test_before_or_after_parallelize(name: str) -> None:
 UNLIKE: list[DBCacheConfig | None] = [
     None,
     CACHE.reset(residual_diff_threshold=0.5),
-    CACHE.reset(couple="row"),
-    CACHE.reset(max_accumulated_residual_diff_threshold=0.5),
-    CACHE.reset(store="hidden"),
     CACHE.reset(steps_computation_mask=[1, 1, 0, 0, 0, 1]),
 ]
 
@@ -307,12 +303,9 @@ MOST = 6
 @pytest.mark.parametrize(
     ("way", "order", "patches"),
     [
-        ("whole", "compiled first", 1),
-        ("in place", "compiled first", 3),
-        ("blocks", "cached first", 1),
-        ("blocks", "compiled first", 3),
         ("whole", "cached first", 3),
         ("in place", "cached first", 1),
+        ("blocks", "compiled first", 3),
     ],
 )
 def test_compiled_and_cached_equal_cached(way: str, order: str, patches: int) -> None:

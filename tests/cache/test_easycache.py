@@ -170,26 +170,6 @@ def test_ranks_leave_out_what_one_process_does(pool: Pool, name: str, plan: str)
         assert sent == 8 * (world - 1) * (STEPS - 1 - 3)
 
 
-def draw_idle(name: str, config: Any) -> tuple[Tensor, list[list[int]]]:
-    """Latents of two replicas, and the steps left out; the second replica has no image."""
-    pipe = ditile.enable_cache(MAKE[name](), config)
-    call = call_of(name, num_inference_steps=STEPS)
-    return parallelize(pipe, Plan(data=2))(**call).images, skipped(pipe)
-
-
-@pytest.mark.parametrize("name", ["pixart sigma", "flux true cfg"])
-@pytest.mark.parametrize("config", [CONFIG.reset(threshold=1000.0), ditile.GuidanceGateConfig(gate=0.5)])
-def test_replicas_without_images_follow(pool: Pool, name: str, config: Any) -> None:
-    """A failure: a replica without images decided by outputs that it does not have, or waits for the others."""
-    pipe = ditile.enable_cache(MAKE[name](), config)
-    wanted = pipe(**call_of(name, num_inference_steps=STEPS)).images
-    steps = skipped(pipe)
-    assert any(steps)
-    (latents, own), (others, _) = pool.run(draw_idle, 2, name, config)
-    assert float((latents - wanted).abs().max()) < 1e-4 and own == steps
-    same(others, latents, "all ranks have the image")
-
-
 GATED = list(range(6, STEPS))
 GATE = ditile.GuidanceGateConfig(gate=0.5)
 BY_ROWS = ["unet", "sana", "mochi", "pixart-sigma", "hunyuan-dit", "stable-diffusion-3", "lumina-next"]
@@ -245,25 +225,6 @@ def test_gated_guidance_is_the_kept_difference(name: str) -> None:
     same(pipe(**make(name)[1])[0], plain, "the cache was taken off")
 
 
-@pytest.mark.parametrize(("name", "rows"), [("pixart-sigma", [2] * 6 + [1] * 6), ("wan-2.1", [1] * 18)])
-def test_half_of_the_work_is_done_after_the_gate(name: str, rows: list[int]) -> None:
-    """A failure: rows or calls are computed of which nothing is used."""
-    pipe, call = make(name)
-    model, seen = model_of(pipe), []
-    forward = model.forward
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        seen.append(len(args[0] if args else kwargs["hidden_states"]))
-        return forward(*args, **kwargs)
-
-    with ExitStack() as stack:
-        override_attribute(stack, model, "forward", called)
-        ditile.enable_cache(pipe, GATE)
-        pipe(**call)
-        assert seen == rows
-        ditile.disable_cache(pipe)
-
-
 def draw_gated(name: str, plan: str | None, images: int) -> tuple[Tensor, list[list[int]]]:
     """Latents in float64, and the steps left out."""
     pipe = MAKE[name]()
@@ -290,22 +251,17 @@ def test_ranks_equal_one_process(pool: Pool, name: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("draws", "plan", "how", "message"),
     [
-        ("cfg=2", "gate=0.5 leaves one half of cfg=2 without work"),
-        ("pipefusion=2 patches=2", "gate=0.5 changes how many rows a call has"),
-        ("distrifusion=2", "gate=0.5 changes how many rows a call has"),
+        (draw_gated, "cfg=2", 1, "gate=0.5 leaves one half of cfg=2 without work"),
+        (draw_gated, "pipefusion=2 patches=2", 1, "gate=0.5 changes how many rows a call has"),
+        (draw, "distrifusion=2 warmup=1", 0.4, "decides in each step.*use a schedule"),
     ],
 )
-def test_plans_that_cannot_gate_refuse(pool: Pool, plan: str, message: str) -> None:
+def test_plans_that_cannot_do_it_refuse(pool: Pool, draws: Any, plan: str, how: float, message: str) -> None:
+    """Gating needs both branches and all rows; EasyCache decides what stages must know before."""
     with pytest.raises(CaseError, match=message):
-        pool.run(draw_gated, 2, "pixart sigma", plan, 1)
-
-
-@pytest.mark.parametrize("plan", ["pipefusion=2 patches=2 warmup=1", "distrifusion=2 warmup=1"])
-def test_plans_that_must_know_the_steps_refuse_it(pool: Pool, plan: str) -> None:
-    with pytest.raises(CaseError, match="decides in each step.*use a schedule"):
-        pool.run(draw, 2, "pixart sigma", plan, 0.4)
+        pool.run(draws, 2, "pixart sigma", plan, how)
 
 
 PREDICTION_HALVES = re.compile(r"(\w+), (\w+) = (?:\w+\.chunk\(2\)|torch\.split\(\s*\w+, len\(\w+\) // 2)")

@@ -15,9 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ditile.cache.config import DMDCalibratorConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
-from ditile.cache.forecast import DMD, FoCa, Forecaster, Reuse, TaylorSeer, build_forecaster, compute_gram_matrix
-from ditile.plan.errors import StateError
+from ditile.cache.forecast import DMD, FoCa, Forecaster, Reuse, TaylorSeer, compute_gram_matrix
 
 SHAPE = (2, 3, 5)
 MAKERS: dict[str, Callable[..., Forecaster]] = {
@@ -77,15 +75,6 @@ def test_a_line_is_continued_whatever_the_gaps(name: str, steps: list[int], ahea
     assert close(
         one.forecast_value(steps[-1] + ahead), wanted, 20 * (1 + ahead) * float(coefficients.abs().max()), loose
     )
-
-
-@pytest.mark.parametrize("name", LINES)
-def test_the_slope_is_there_with_two_points(name: str) -> None:
-    """Regression: 10 + 2t with three computed steps was reused as 14, 14, 14, for want of a fourth."""
-    for count in (2, 3):
-        one = fed(LINES[name](), lambda t: torch.full((3,), 10.0 + 2 * t), list(range(count)))
-        for ahead in (1, 2, 3, 4):
-            assert one.forecast_value(count - 1 + ahead).tolist() == pytest.approx([10.0 + 2 * (count - 1 + ahead)] * 3)
 
 
 def test_a_reach_ends_a_line_at_its_share_of_the_last_gap() -> None:
@@ -191,37 +180,3 @@ def test_types(name: str) -> None:
         if name in ("taylor1", "foca"):
             eps = max(torch.finfo(value).eps, torch.finfo(kept).eps)
             assert close(found, polynomial(coefficients, 10), 6 * float(coefficients.abs().max()), 2 * eps)
-
-
-def test_out_of_order() -> None:
-    one = TaylorSeer(1)
-    with pytest.raises(StateError, match="nothing was added"):
-        one.forecast_value(3)
-    assert one.memory_bytes == 0
-    one.add_computed_step(3, random(2))
-    for step in (3, 1):
-        with pytest.raises(StateError, match="after step 3"):
-            one.add_computed_step(step, random(2))
-
-
-def test_values_are_not_written_to() -> None:
-    values = [random(*SHAPE, seed=step) for step in range(6)]
-    copies = [value.clone() for value in values]
-    for make in MAKERS.values():
-        one = fed(make(), values.__getitem__, list(range(6)))
-        one.forecast_value(7)
-        one.forecast_value(8)
-        assert all(a.equal(b) for a, b in zip(values, copies, strict=True))
-
-
-def test_what_a_config_makes() -> None:
-    taylor = TaylorSeerCalibratorConfig(taylorseer_order=2, enable_encoder_calibrator=False)
-    assert isinstance(build_forecaster(taylor, "image"), TaylorSeer) and isinstance(
-        build_forecaster(taylor, "text"), Reuse
-    )
-    assert isinstance(build_forecaster(None, "image"), Reuse)
-    assert isinstance(build_forecaster(FoCaCalibratorConfig(), "text"), FoCa)
-    assert isinstance(build_forecaster(DMDCalibratorConfig(dmd_rank=0), "image"), DMD)
-    half = build_forecaster(taylor, "image", store_dtype="bfloat16")
-    half.add_computed_step(0, random(8))
-    assert half.memory_bytes == 16
