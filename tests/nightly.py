@@ -44,7 +44,6 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "runner": ("tests/runner",),
     "serve": ("tests/serve",),
-    "sizes": ("tests/planner/test_cuda_sizes.py", "tests/parallel/pipefusion/test_step_work.py"),
     "zoo": ("tests/zoo",),
     "zoo-families": ("tests/zoo/test_families.py",),
     "zoo-recorded": ("tests/zoo/test_recorded.py",),
@@ -56,7 +55,7 @@ COMMANDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "commit": (("make", "test"), ("make", "check")),
     "benchmarks": ((sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "benchmarks/tests"),),
     "mutants": ((sys.executable, "-m", "tests.mutants"),),
-    "faults": ((sys.executable, "-m", "tests.distributed.faulty"), (sys.executable, "-m", "tests.serve.faulty")),
+    "faults": ((sys.executable, "-m", "tests.distributed.faulty"),),
 }
 """Parts that are other commands."""
 

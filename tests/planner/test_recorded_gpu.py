@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +22,8 @@ from ditile_lab.machine.recorded_cases import CASES, compare_recorded_calls
 from tests.planner.test_simulated_gpu import LARGE, Row, list_late_syncs
 from tests.pool import Pool
 from tests.recorded_calls import record_on_simulated_gpus
-from tests.simulated_gpu.gpu import CALL, SETUP, CaptureError, Finding, SimulatedGpu
-from tests.simulated_gpu.messages import GlooMessages, SimulatedWork, simulate_gpu
+from tests.simulated_gpu.gpu import CALL, SETUP, Finding, SimulatedGpu
+from tests.simulated_gpu.messages import GlooMessages, simulate_gpu
 
 STEPS = {"num_inference_steps": 5}
 PLAYED = 6
@@ -71,7 +71,7 @@ def generate_recorded(row: Row) -> RecordedImages:
     """On a rank: the images of `ditile verify --recorded`, some without recorded steps and some with them."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     plan = Plan.parse(row.plan)
-    gpu = SimulatedGpu(rank, keeps_numbers=True)
+    gpu = SimulatedGpu(rank)
     messages = GlooMessages(gpu) if plan.world > 1 else None
     warnings: list[str] = []
     waits: list[dict[str, int]] = []
@@ -128,7 +128,7 @@ def test_recorded_steps_wait_for_nothing(pool: Pool, row: Row) -> None:
 
 def trace_recorded(folder: Path) -> tuple[bool, int, list[Finding]]:
     """On a rank: whether a traced image is as those before it, the calls that were played in it, and findings."""
-    gpu = SimulatedGpu(dist.get_rank(), keeps_numbers=True)
+    gpu = SimulatedGpu(dist.get_rank())
     row = Row("flux", "pipefusion=2 patches=2", STEPS)
     images = []
     with record_on_simulated_gpus(), torch.no_grad(), simulate_gpu(gpu, GlooMessages(gpu)):
@@ -150,7 +150,7 @@ def test_a_traced_call_records_and_plays_nothing(pool: Pool, tmp_path: Path) -> 
 
 def test_a_device_has_one_stream_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure means 32 MB of cuBLAS for each size of images, in the memory of tapes and for good."""
-    with simulate_gpu(SimulatedGpu(keeps_numbers=True)) as gpu:
+    with simulate_gpu(SimulatedGpu()) as gpu:
         products = []
         monkeypatch.setattr(torch, "mm", lambda *_: products.append(gpu.graph))
         prepare_capture_stream.cache_clear()
@@ -158,47 +158,3 @@ def test_a_device_has_one_stream_for_captures(monkeypatch: pytest.MonkeyPatch) -
     prepare_capture_stream.cache_clear()
     assert len(streams) == 1
     assert products == [None], "one, and not in a capture"
-
-
-ILLEGAL: dict[str, Callable[[SimulatedWork], object]] = {
-    "item": lambda work: torch.ones(2, device="cuda").sum().item(),
-    "copy to the host": lambda work: torch.ones(2, device="cuda").cpu(),
-    "mask": lambda work: torch.ones(2, device="cuda").nonzero(),
-    "page-locked memory": lambda work: torch.empty(2, pin_memory=True),
-    "synchronize": lambda work: torch.cuda.synchronize(),
-    "event query": lambda work: torch.cuda.Event().query(),
-    "event synchronize": lambda work: torch.cuda.Event().synchronize(),
-    "is_completed": lambda work: work.is_completed(),
-    "wait": lambda work: work.wait(),
-    "generator state": lambda work: torch.cuda.default_generators[0].get_state(),
-    "empty_cache": lambda work: torch.cuda.empty_cache(),
-    "another capture": lambda work: torch.cuda.CUDAGraph().capture_begin(),
-}
-
-
-@pytest.mark.parametrize("name", ILLEGAL)
-def test_what_ends_a_capture_of_a_gpu(name: str) -> None:
-    """The capture is of no use, nor is what comes after in it; its end raises too, and leaves its pool in use."""
-    with simulate_gpu(SimulatedGpu(keeps_numbers=True)) as gpu:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        with pytest.raises(CaptureError, match="not permitted"):
-            ILLEGAL[name](SimulatedWork(gpu, "a message", [], [], lambda: None))
-        with pytest.raises(CaptureError, match="previous error"):
-            torch.ones(2, device="cuda")
-        with pytest.raises(CaptureError, match="previous error"):
-            graph.capture_end()
-        assert gpu.lost_pools == 1
-        torch._C._cuda_releasePool(0, None)
-        torch.cuda.CUDAGraph().capture_begin()
-
-
-def test_an_event_of_a_capture_tells_nothing() -> None:
-    """As where a trace records its points while a segment is open."""
-    with simulate_gpu(SimulatedGpu()):
-        graph, event = torch.cuda.CUDAGraph(), torch.cuda.Event(enable_timing=True)
-        graph.capture_begin()
-        event.record()
-        graph.capture_end()
-        with pytest.raises(RuntimeError, match="last recorded in a capturing stream"):
-            event.synchronize()

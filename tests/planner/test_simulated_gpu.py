@@ -119,7 +119,7 @@ def draw_on_simulated_gpu(row: Row) -> tuple[str, SimulationRecord]:
     plan = Plan.parse(row.plan)
     with divided(row.make_pipeline(), **asdict(plan)) as runner:
         wanted = row.draw(runner)
-    gpu = SimulatedGpu(dist.get_rank() % 8, keeps_numbers=True)
+    gpu = SimulatedGpu(dist.get_rank() % 8)
     with simulate_gpu(gpu, GlooMessages(gpu)), torch.no_grad():
         runner = parallelize(row.make_pipeline(), plan, device=gpu.device, keep_weights=True)
         gpu.record.enter_place(CALL)
@@ -221,7 +221,7 @@ PLANTED: dict[str, tuple[type, str, Callable[..., Any], str]] = {
 
 def simulate_tiny_rank(rank: int, planted: tuple[type, str, Callable[..., Any], str] | None = None) -> SimulationRecord:
     """What one stage of two alone does, to which the other sends what nobody knows."""
-    plan, gpu = Plan.parse("pipefusion=2 patches=2"), SimulatedGpu(rank, small=1 << 13)
+    plan, gpu = Plan.parse("pipefusion=2 patches=2"), SimulatedGpu(rank)
     bug = nullcontext() if planted is None else mock.patch.object(*planted[:3])
     with simulate_gpu(gpu, SimulatedMessages(gpu, rank, plan.world)), torch.no_grad(), bug:
         runner = parallelize(MAKE["flux"](), plan, device=gpu.device, keep_weights=True)
@@ -256,7 +256,7 @@ def test_a_stage_alone_shows_what_a_gpu_would_be_given():
 
 def simulate_memory(offload: str) -> tuple[SimulationRecord, int, list[int]]:
     """What a rank of FLUX does in patches: its record, the bytes of weights on the GPU, and those of each block."""
-    gpu = SimulatedGpu(0, small=1 << 13)
+    gpu = SimulatedGpu(0)
     with simulate_gpu(gpu), torch.no_grad():
         pipe = MAKE["flux"]()
         blocks = [*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks]

@@ -1,8 +1,4 @@
-"""The operators of a simulated GPU: which device they run on, what they cost, and what they do to messages under way.
-
-Small tensors keep their numbers, so that what a pipeline decides by numbers is decided; or all do, in a machine that is
-asked to. A number that is not there is on the meta device.
-"""
+"""The operators of a simulated GPU: on which device they run, what they cost, and what they do to messages."""
 
 from __future__ import annotations
 
@@ -28,9 +24,7 @@ from tests.simulated_gpu.tensors import GpuMemory, SimulatedTensor, list_leaves,
 
 SETUP, CALL, REHEARSAL, AFTER = "setup", "call", "rehearsal", "after"
 """Places outside of micro-steps: while ranks connect, before the loop, in its rehearsal, and behind it."""
-WIDE = 1 << 16
-"""Numbers above which a kernel in full precision is noted."""
-_CPU, _META = torch.device("cpu"), torch.device("meta")
+_CPU = torch.device("cpu")
 _HERE = str(Path(__file__).parent)
 _ROOTS = {str(Path(module.__file__ or "").parent): module.__name__ for module in (ditile, diffusers)}
 
@@ -48,7 +42,7 @@ INDEXED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_
 
 
 class SimulationError(RuntimeError):
-    """What a GPU would refuse, or what cannot be simulated: a number that decides something is not known."""
+    """What a GPU would refuse."""
 
 
 class CaptureError(RuntimeError):
@@ -113,7 +107,6 @@ class SimulationRecord:
         place: where the call is now.
         places: counts of each place, in order.
         findings, syncs: how often each was seen.
-        wide: kernels on large tensors in full precision: (operator, site) -> how often.
         messages: in order.
         live_bytes: alive now.
         warns_of_syncs: whether a wait of the host is a warning too, as torch's debug mode makes it one.
@@ -123,7 +116,6 @@ class SimulationRecord:
     places: dict[str, PlaceCounts] = field(default_factory=lambda: defaultdict(PlaceCounts))
     findings: Counter[Finding] = field(default_factory=Counter)
     syncs: Counter[HostSync] = field(default_factory=Counter)
-    wide: Counter[tuple[str, str]] = field(default_factory=Counter)
     messages: list[SimulatedMessage] = field(default_factory=list)
     live_bytes: int = 0
     warns_of_syncs: bool = False
@@ -200,25 +192,17 @@ class SimulatedGpu(TorchDispatchMode):
 
     Args:
         index: of the GPU.
-        keeps_numbers: whether all tensors keep their numbers, or only those with at most `small` of them.
     """
 
-    def __init__(self, index: int = 0, *, keeps_numbers: bool = False, small: int = 1 << 18) -> None:
+    def __init__(self, index: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = torch.device("cuda", index)
-        self._keeps_numbers, self._small = keeps_numbers, small
         self.record = SimulationRecord()
         self._memories: dict[int, weakref.ref[GpuMemory]] = {}  # by the storage of what is inside
-        self._known: dict[Any, Any] = {}
         self.side_stream: Any = None  # of what is copied now, if not the stream that computes
         self.graph: SimulatedGraph | None = None  # that is being captured
         self.lost_pools = 0  # that captures which CUDA ended have left behind, see `SimulatedGraph`
         self._freed: list[tuple[Any, int]] = []  # messages whose memory was freed, until somebody waits for them
-
-    @property
-    def keeps_numbers(self) -> bool:
-        """Whether all numbers are kept that are known; in a rehearsal they show which places are a patch's."""
-        return self._keeps_numbers or self.record.place in (SETUP, CALL, REHEARSAL)
 
     # Memory
 
@@ -231,36 +215,23 @@ class SimulatedGpu(TorchDispatchMode):
     def free_memory(self, memory: GpuMemory) -> None:
         """Its last tensor is gone."""
         self.record.live_bytes -= memory.size
-        for storage in memory.held:
-            self._memories.pop(storage._cdata, None)
+        self._memories.pop(memory.held._cdata, None)
         self._freed += [(work, memory.size) for work in memory.readers | memory.writers if not work.is_over]
 
     def wrap_tensor(self, inner: Tensor, device: torch.device) -> Tensor:
-        """A tensor on a device, of what it is on the CPU or on the meta device."""
-        if device.type == "cpu" and not inner.is_meta:
+        """A tensor on a device, of what it is on the CPU."""
+        if device.type == "cpu":
             return inner
-        memory = self._find_memory(inner) if device.type == "cuda" else None
-        return SimulatedTensor(inner, self, device, memory)
+        return SimulatedTensor(inner, self, device, self._find_memory(inner))
 
     def _find_memory(self, inner: Tensor) -> GpuMemory:
         storage = inner.untyped_storage()
         found = self._memories.get(storage._cdata)
         memory = None if found is None else found()
         if memory is None:
-            memory = GpuMemory(self, storage.nbytes())
-            self._adopt_storage(memory, inner)
+            memory = GpuMemory(self, storage)
+            self._memories[storage._cdata] = weakref.ref(memory)
         return memory
-
-    def _adopt_storage(self, memory: GpuMemory, inner: Tensor) -> None:
-        storage = inner.untyped_storage()
-        memory.held.append(storage)
-        self._memories[storage._cdata] = weakref.ref(memory)
-
-    def forget_numbers(self, tensor: SimulatedTensor) -> None:
-        """The numbers of a tensor are unknown from now on."""
-        tensor.content = tensor.content.to(_META)
-        if tensor.memory is not None:
-            self._adopt_storage(tensor.memory, tensor.content)
 
     # What is found
 
@@ -282,17 +253,9 @@ class SimulatedGpu(TorchDispatchMode):
         self.record.note_sync(kind)
 
     def read_numbers(self, tensor: SimulatedTensor, kind: str) -> Tensor:
-        """The numbers of a tensor, for the host; a check that is not known has passed.
-
-        Raises:
-            SimulationError: if other numbers are not known.
-        """
+        """The numbers of a tensor, for the host."""
         if tensor.device.type == "cuda":
             self.wait_for_device(kind)
-        if tensor.content.is_meta and tensor.dtype == torch.bool and self.record.place != REHEARSAL:
-            return torch.ones(tensor.shape, dtype=torch.bool)
-        if tensor.content.is_meta:
-            raise SimulationError(f"{kind} of {tensor!r}, whose numbers are not known, at {find_site()}")
         return tensor.content
 
     def touch_memory(self, name: str, tensors: Sequence[Any], written: Sequence[Any]) -> None:
@@ -329,11 +292,6 @@ class SimulatedGpu(TorchDispatchMode):
             self.record.note_finding("several devices", what)
             raise SimulationError(f"{what} at {find_site()}")
         return device or next(iter(found), _CPU)
-
-    def _note_kernel(self, name: str, tensors: Sequence[Any]) -> None:
-        self.record.here.kernels += 1
-        if any(each.dtype in (torch.float32, torch.float64) and each.numel() >= WIDE for each in tensors):
-            self.record.wide[name, find_site(2)] += 1
 
     # Operators
 
@@ -377,11 +335,11 @@ class SimulatedGpu(TorchDispatchMode):
         if on_gpu:
             self._check_waits(about.name, args)
             if not about.is_view and about.name not in EMPTY:
-                self._note_kernel(about.name, tensors)
+                self.record.here.kernels += 1
         written = _pick_written(about, args, kwargs)
         if not about.is_view:
             self.touch_memory(about.name, mine, written)
-        result = self._compute(func, about, args, kwargs, mine, written)
+        result = self._compute(func, args, kwargs)
         if about.returns_written and not isinstance(result, tuple | list):
             return written[0]
         owners = {id(each.content): each for each in mine}
@@ -404,61 +362,13 @@ class SimulatedGpu(TorchDispatchMode):
         if is_masked or name in SYNCHRONISING:
             self.wait_for_device(name)
 
-    def _compute(
-        self, func: Any, about: Operator, args: Any, kwargs: Any, mine: list[SimulatedTensor], written: list[Any]
-    ) -> Any:
-        """What an operator makes of what is inside of tensors."""
-        unknown = any(each.content.is_meta for each in mine)
-        if unknown:
-            for each in written:
-                if isinstance(each, SimulatedTensor) and not each.content.is_meta:
-                    self.forget_numbers(each)
-
-        def run_inside(to_meta: bool) -> Any:
-            given, named = _unwrap_arguments(args, to_meta), _unwrap_arguments(kwargs, to_meta)
-            if "device" in named:
-                named["device"] = _META if to_meta else _CPU
-            if to_meta and not mine:
-                named.pop("generator", None)
-            return func(*given, **named)
-
-        if about.name in SYNCHRONISING:
-            return self._tell_host(about.name, mine, unknown=unknown) or run_inside(False)
-        if self.keeps_numbers or about.is_view:
-            return run_inside(unknown)
-        is_small = not unknown and max((each.numel() for each in mine), default=0) <= self._small
-        if written and not is_small:
-            for each in written:
-                self.forget_numbers(each)
-            return None
-        # Operators of small tensors may have large results.
-        sizes = None if written else self._find_sizes(func, args, kwargs, run_inside)
-        made = [each for each in list_leaves(sizes) if isinstance(each, Tensor)]
-        if is_small and all(each.numel() <= 16 * self._small for each in made):
-            return run_inside(False)
-        return sizes
-
     @staticmethod
-    def _tell_host(name: str, mine: Sequence[Tensor], *, unknown: bool) -> Any:
-        """What an operator tells the host that follows from numbers which are not known; None where they are."""
-        if unknown and name == "aten::equal":
-            return True  # as if both were computed alike
-        if unknown:
-            raise SimulationError(f"{name} of {mine}, whose numbers are not known, at {find_site()}")
-        return None
-
-    def _find_sizes(self, func: Any, args: Any, kwargs: Any, run_inside: Callable[[bool], Any]) -> Any:
-        """The result on the meta device, which is known from the last call with tensors of these sizes."""
-        key = func, _describe_arguments(args), _describe_arguments(kwargs)
-        try:
-            known = self._known.get(key)
-        except TypeError:  # an argument that has no hash
-            return run_inside(True)
-        if known is None:
-            result = run_inside(True)
-            self._known[key] = replace_leaves(result, _describe_result)
-            return result
-        return replace_leaves(known, lambda x: x.make_tensor() if isinstance(x, _KnownSizes) else x)
+    def _compute(func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator makes of what is inside of tensors."""
+        named = _unwrap_arguments(kwargs)
+        if "device" in named:
+            named["device"] = _CPU
+        return func(*_unwrap_arguments(args), **named)
 
     def _copy_tensor(self, source: Tensor, kwargs: Any, device: torch.device | None) -> Tensor:
         """A copy, perhaps on another device or in another type."""
@@ -470,7 +380,7 @@ class SimulatedGpu(TorchDispatchMode):
         return self.wrap_tensor(torch.ops.aten._to_copy.default(inner, **named), there)
 
     def _write_tensor(self, target: Tensor, source: Tensor, *, non_blocking: bool) -> Tensor:
-        """Copies numbers into a tensor. Raises `SimulationError` if they are not known and it is a plain one."""
+        """Copies numbers into a tensor."""
         # The number of a kernel's argument is not a copy.
         if not (source.device.type == "cpu" and source.ndim == 0):
             self._note_copy(source, target.device, non_blocking=non_blocking)
@@ -479,12 +389,7 @@ class SimulatedGpu(TorchDispatchMode):
         elif isinstance(target, SimulatedTensor) and target.memory is not None:
             target.memory.writers.add(self.side_stream.start_copy())
         inner = source.content if isinstance(source, SimulatedTensor) else source
-        if not isinstance(target, SimulatedTensor):
-            target.copy_(self.read_numbers(source, "copy_") if inner.is_meta else inner)  # type: ignore[arg-type]
-        elif inner.is_meta and not target.content.is_meta:
-            self.forget_numbers(target)
-        elif not target.content.is_meta:
-            target.content.copy_(inner)
+        (target.content if isinstance(target, SimulatedTensor) else target).copy_(inner)
         return target
 
     def _note_copy(self, source: Tensor, there: torch.device, *, non_blocking: bool) -> None:
@@ -494,7 +399,7 @@ class SimulatedGpu(TorchDispatchMode):
         elif here != there and there.type == here.type == "cuda":
             self.record.note_finding("several devices", f"a copy from {here} to {there}")
         if "cuda" in (here.type, there.type):
-            self._note_kernel("aten::_to_copy", [source])
+            self.record.here.kernels += 1
 
     # Attention
 
@@ -516,26 +421,16 @@ class SimulatedGpu(TorchDispatchMode):
         **named: Any,
     ) -> Tensor:
         inner = self._enter_attention([query, key, value, attn_mask])
-        if any(each is not None and each.is_meta for each in inner):
-            batch, heads, length, _ = query.shape
-            sizes = batch, length, heads, value.shape[-1]
-            out = torch.empty(sizes, dtype=query.dtype, device=_META).transpose(1, 2)
-        else:
-            run: Any = functional.scaled_dot_product_attention
-            out = run(*inner[:3], attn_mask=inner[3], is_causal=is_causal, **named)
+        run: Any = functional.scaled_dot_product_attention
+        out = run(*inner[:3], attn_mask=inner[3], is_causal=is_causal, **named)
         return self.wrap_tensor(out, query.device)
 
     def _attend_with_lse(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """A fused kernel that gives the log-sum-exp too."""
         mask = args[3] if len(args) > 3 and isinstance(args[3], Tensor) else None
         inner, query = self._enter_attention([*args[:3], mask]), args[0]
-        if any(each is not None and each.is_meta for each in inner):
-            batch, heads, length, size = query.shape
-            out = torch.empty((batch, length, heads, size), dtype=query.dtype, device=_META).transpose(1, 2)
-            lse = torch.empty((batch, heads, length), dtype=torch.float32, device=_META)
-        else:
-            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            out, lse = kernel(*inner[:3], attn_mask=inner[3], scale=kwargs.get("scale"))
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = kernel(*inner[:3], attn_mask=inner[3], scale=kwargs.get("scale"))
         rest = [torch.empty(0) if "Tensor" in str(each.type) else 0 for each in func._schema.returns[2:]]
         return self.wrap_tensor(out, query.device), self.wrap_tensor(lse, query.device), *rest
 
@@ -546,7 +441,7 @@ class SimulatedGpu(TorchDispatchMode):
             raise SimulationError(f"attention of {[str(each.dtype) for each in tensors[:3]]} at {find_site()}")
         self.touch_memory("attention", tensors, [])
         self.record.here.host_calls += 1
-        self._note_kernel("attention", tensors)
+        self.record.here.kernels += 1
         return [each.content if isinstance(each, SimulatedTensor) else each for each in given]
 
 
@@ -585,7 +480,7 @@ class SimulatedGraph:
     def save_memory(self, tensors: Sequence[Any]) -> None:
         """Keeps what is in tensors before they are written for the first time."""
         for tensor in tensors:
-            if isinstance(tensor, SimulatedTensor) and not tensor.content.is_meta:
+            if isinstance(tensor, SimulatedTensor):
                 storage = tensor.content.untyped_storage()
                 self._saved.setdefault(storage._cdata, (storage, storage.clone()))
 
@@ -606,42 +501,8 @@ _FUSED_ATTENTION = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _KnownSizes:
-    """A tensor that an operator made on the meta device."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    def make_tensor(self) -> Tensor:
-        """Another one."""
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=_META)
-
-
-def _describe_result(value: Any) -> Any:
-    return _KnownSizes(tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
-
-
-def _describe_arguments(value: Any) -> Any:
-    """What the sizes of a result follow from, as a key."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.shape, value.stride(), value.storage_offset()
-    if isinstance(value, tuple | list):
-        return tuple(map(_describe_arguments, value))
-    if isinstance(value, dict):
-        return tuple((name, _describe_arguments(each)) for name, each in value.items())
-    return type(value), value
-
-
-def _unwrap_arguments(value: Any, to_meta: bool) -> Any:
-    def unwrap(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        inner = leaf.content if isinstance(leaf, SimulatedTensor) else leaf
-        return inner.to(_META) if to_meta and not inner.is_meta else inner
-
-    return replace_leaves(value, unwrap)
+def _unwrap_arguments(value: Any) -> Any:
+    return replace_leaves(value, lambda leaf: leaf.content if isinstance(leaf, SimulatedTensor) else leaf)
 
 
 def _pick_written(about: Operator, args: Any, kwargs: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """What stands for torch.cuda and torch.distributed while a rank is simulated: NCCL's promises, without NCCL.
 
-A message is over when somebody waits for it, and not before. What others send is not known; small messages between
-CPUs, in which ranks agree, are as if all others said what this rank says.
+A message is over when somebody waits for it, and not before. A rank alone receives zeros; small messages between CPUs,
+in which ranks agree, are as if all others said what this rank says.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from tests.simulated_gpu.tensors import SimulatedTensor, install_device_guard
 
 NCCL = "cpu:gloo,cuda:nccl"
 GPUS_PER_HOST = 8
-UNKNOWN = 64
-"""Numbers above which what arrives on a GPU is not known; fewer stay what they were, as if others sent the same."""
 
 
 class SimulatedWork:
@@ -132,9 +130,9 @@ class SimulatedMessages:
     def carry_numbers(self, reads: Sequence[Any], writes: Sequence[Any], carry: Carry) -> Callable[[], None]:
         """Starts to carry what is in tensors; returns what brings it when it is waited for."""
         for tensor in writes:
-            if isinstance(tensor, SimulatedTensor) and not tensor.content.is_meta and tensor.numel() > UNKNOWN:
-                self.gpu.forget_numbers(tensor)
-            elif not isinstance(tensor, SimulatedTensor) and reads and reads[0].shape == tensor.shape:
+            if isinstance(tensor, SimulatedTensor):
+                tensor.content.zero_()
+            elif reads and reads[0].shape == tensor.shape:
                 tensor.copy_(reads[0])
         return lambda: None
 

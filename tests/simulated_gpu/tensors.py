@@ -1,4 +1,4 @@
-"""Tensors that say they are on a GPU. What they hold is on the CPU, or on the meta device where no number is known."""
+"""Tensors that say they are on a GPU. What they hold is on the CPU."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def install_device_guard() -> None:
     try:
         table = (ctypes.c_void_p * _NUM_DEVICE_TYPES).in_dll(ctypes.CDLL(str(library)), _REGISTRY)
     except (OSError, ValueError) as error:
-        raise PlanError(
-            f"simulate=cuda needs torch for Linux, and torch {torch.__version__} here is another"
-        ) from error
+        raise PlanError(f"needs torch for Linux, and torch {torch.__version__} here is another") from error
     if not table[_CUDA]:
         table[_CUDA] = table[_META]
     torch._C._ensureCUDADeviceGuardSet()
@@ -51,11 +49,11 @@ class GpuMemory:
         readers, writers: messages that were started and read or write it.
     """
 
-    def __init__(self, gpu: SimulatedGpu, num_bytes: int) -> None:
-        self.gpu, self.size, self.address = gpu, -(-num_bytes // PAGE) * PAGE, next(_addresses)
+    def __init__(self, gpu: SimulatedGpu, storage: Any) -> None:
+        self.gpu, self.size, self.address = gpu, -(-storage.nbytes() // PAGE) * PAGE, next(_addresses)
         self.readers: set[Any] = set()
         self.writers: set[Any] = set()
-        self.held: list[Any] = []  # what it is on the CPU, whose address must not become another's
+        self.held = storage  # what it is on the CPU, whose address must not become another's
         gpu.allocate_memory(self)
 
     def __del__(self) -> None:
@@ -63,10 +61,10 @@ class GpuMemory:
 
 
 class SimulatedTensor(Tensor):
-    """A tensor on a simulated GPU, or one on the CPU without numbers.
+    """A tensor on a simulated GPU, or a parameter that was moved from there to the CPU.
 
     Attributes:
-        content: the same on the CPU or on the meta device.
+        content: the same on the CPU.
         gpu: whose it is.
         memory: where it is; None on the CPU.
     """

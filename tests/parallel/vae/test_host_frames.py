@@ -27,7 +27,7 @@ def decode(name: str, latents: Tensor, *, hosted: bool, tiling: bool, slicing: b
         vae.enable_tiling()
     if slicing:
         vae.enable_slicing()
-    with simulate_gpu(SimulatedGpu(keeps_numbers=True)) as gpu, torch.no_grad(), ExitStack() as stack:
+    with simulate_gpu(SimulatedGpu()) as gpu, torch.no_grad(), ExitStack() as stack:
         vae = vae.to(gpu.device)
         latents = latents.to(gpu.device)
         if hosted:
