@@ -28,7 +28,6 @@ from benchmarks.frames import (
 )
 from ditile.parallel.attention import kernel
 from ditile.parallel.attention.kernel import (
-    ATEN_KERNELS,
     LSE_ARGUMENTS,
     NATIVE,
     DiffusersKernel,
@@ -36,8 +35,6 @@ from ditile.parallel.attention.kernel import (
     choose_kernel,
 )
 from ditile.parallel.attention.rotary import RotaryEmbedding
-from ditile.plan.errors import ModelError
-from tests.model.hooks.count_ops import OpCounter
 from tests.pool import Pool
 
 CPU = torch.device("cpu")
@@ -178,23 +175,6 @@ def test_flash_is_taken_where_it_runs(
     assert choose_fused_kernel(torch.device("cuda:0"), dtype, size) == wanted
 
 
-def test_a_kernel_without_log_sum_exp_is_refused() -> None:
-    """A failure means that ring divides by what it does not know."""
-    with pytest.raises(ModelError, match=r"_native_math gives no log-sum-exp.*try native"):
-        choose_kernel("_native_math", CPU, torch.float32, lse=True)
-    assert AttentionBackendName._NATIVE_MATH not in (*ATEN_KERNELS, *LSE_ARGUMENTS)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"), [("nativ", ("'nativ'", "native", "sage")), ("flash", ("flash", "cpu", "native"))]
-)
-def test_names_are_checked_early(name: str, words: tuple[str, ...]) -> None:
-    """A failure means a traceback out of the first step, on every rank."""
-    with pytest.raises(ModelError) as caught:
-        choose_kernel(name, CPU, torch.float32, lse=False)
-    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
-
-
 def make_table(tokens: int = 6, channels: int = 8) -> tuple[Any, Any]:
     random = torch.Generator().manual_seed(0)
     return torch.randn(tokens, channels, generator=random), torch.randn(tokens, channels, generator=random)
@@ -213,18 +193,6 @@ def test_the_bits_are_those_of_diffusers(dtype: torch.dtype, sequence_dim: int) 
         wanted = apply_rotary_emb(part, table, sequence_dim=sequence_dim)  # type: ignore[arg-type]
         assert torch.equal(rotary.rotate_pairs(part, table, sequence_dim=sequence_dim), wanted)
     assert torch.equal(whole, before), "what is rotated may be read again"
-
-
-@torch.no_grad()
-def test_fewer_calls_of_torch() -> None:
-    """6 of them, where diffusers makes 15."""
-    table, rotary, x = make_table(), RotaryEmbedding(), torch.randn(1, 6, 3, 8).bfloat16()
-    rotary.rotate_pairs(x, table, sequence_dim=1)
-    with OpCounter() as ours:
-        rotary.rotate_pairs(x, table, sequence_dim=1)
-    with OpCounter() as stock:
-        apply_rotary_emb(x, table, sequence_dim=1)  # type: ignore[arg-type]
-    assert (ours.total, stock.total) == (6, 15)
 
 
 @torch.no_grad()

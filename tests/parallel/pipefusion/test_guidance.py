@@ -1,17 +1,13 @@
 """Guidance that takes a statistic of the whole prediction, remembers earlier ones, or perturbs blocks.
 
 Bit for bit the pipeline on two and three ranks where all of a prediction is of the step at hand. In stale steps a
-statistic is one of a prediction that is partly one step old, said once; a memory is refused before the first step. What
-ditile knows of diffusers' loops is a table, which is compared with the source of the installed ones.
+statistic is one of a prediction that is partly one step old, said once; a memory is refused before the first step.
 """
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,192 +23,14 @@ from diffusers.guiders import (
     TangentialClassifierFreeGuidance,
 )
 
-from ditile.model import pipeline_calls
 from ditile.model.pipeline_calls import explain_callback_refusal, explain_latent_cut, is_guidance_timed
 from ditile.plan.errors import DitileError, ModelError, StateError
 from ditile.runner import runner as runner_module
-from ditile_lab.study.flows import parse_function, read_name, read_own_attribute
 from tests.parallel.batch.test_batch import close, made
 from tests.pool import Pool, on_ranks
 from tests.runner.cases import MAKE, different, divided, run, same
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
-
-_NUMBER_FUNCTIONS = ("float", "int", "bool", "min", "max", "abs", "round")
-"""Functions of plain numbers, whose result depends on the step if an argument does."""
-_ROW_FUNCTIONS = ("repeat", "cat", "concat", "stack", "tile", "repeat_interleave")
-"""Functions that repeat or join tensors, as pipelines do to make rows for the branches of guidance."""
-
-
-@functools.cache
-def find_latent_cuts(pipeline_call: Callable[..., Any]) -> Mapping[str, frozenset[str]]:
-    """The lines of a pipeline's loop that replace the latents by a part of them, such as `latents = latents[:, 1:]`.
-
-    Returns:
-        Each line -> the names that must all be true for the line to run.
-    """
-    cuts = dict[str, frozenset[str]]()
-    for loop in _list_loops(pipeline_call):
-        stepped = set[str]()
-        for step in _list_step_calls(loop):
-            # The third argument of `step` is the latents.
-            stepped |= set(map(read_name, step.args[2:3])) - {""}
-        for node, names in _walk_guarded(loop.body, frozenset()):
-            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Subscript):
-                continue
-            # The line assigns a part of the latents to the name of the latents.
-            sides = set(map(read_name, (node.value.value, *node.targets)))
-            if len(sides) == 1 and sides <= stepped:
-                cuts[ast.unparse(node)] = names
-    return cuts
-
-
-@functools.cache
-def find_timed_guidance(pipeline_call: Callable[..., Any]) -> frozenset[str]:
-    """The names that decide in which steps a pipeline's loop calls its model, or on how many rows.
-
-    Returns:
-        The names in conditions that depend on the step; empty if every step calls the model in the same way.
-    """
-    deciding = set[str]()
-    for loop in _list_loops(pipeline_call):
-        if _list_step_calls(loop):
-            deciding |= _TimedConditions(loop).deciding
-    return frozenset(deciding)
-
-
-def _list_loops(pipeline_call: Callable[..., Any]) -> list[ast.For]:
-    function = parse_function(pipeline_call)
-    if function is None:
-        return []
-    return [node for node in ast.walk(function) if isinstance(node, ast.For)]
-
-
-def _list_step_calls(loop: ast.For) -> list[ast.Call]:
-    """The calls of a scheduler's `step` in a loop."""
-    steps = []
-    for node in ast.walk(loop):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "step":
-            steps.append(node)
-    return steps
-
-
-class _TimedConditions(ast.NodeVisitor):
-    """Finds the conditions in a loop over timesteps that depend on the step, starting from the loop's own variables.
-
-    A name is called timed if its value depends on the step.
-
-    Attributes:
-        deciding: the names in timed conditions that guard a call of the model, or an assignment to its arguments.
-    """
-
-    def __init__(self, loop: ast.For) -> None:
-        self.deciding = set[str]()
-        self._timed = _list_names(loop.target)
-        self._conditions: list[set[str]] = []
-        # Name -> the names that its value is computed from.
-        self._sources: dict[str, set[str]] = {}
-        self._model_arguments = set[str]()
-        for node in ast.walk(loop):
-            if isinstance(node, ast.Call) and _is_model_call(node):
-                for argument in (*node.args, *(word.value for word in node.keywords)):
-                    self._model_arguments |= _list_names(argument)
-        for statement in loop.body:
-            self.visit(statement)
-
-    def visit_Assign(self, node: ast.Assign) -> None:  # noqa: N802
-        """A name becomes timed if it is computed from a timed name, or assigned under a timed condition."""
-        self.generic_visit(node)
-        names = set[str]().union(*map(_list_names, node.targets))
-        if self._conditions and names & self._model_arguments and _may_change_rows(node.value):
-            self._note_conditions()
-        read = _list_scalar_names(node.value)
-        if read & self._timed or self._conditions:
-            self._timed |= names
-            sources = self._trace_sources(read).union(*self._conditions)
-            for name in names:
-                self._sources[name] = self._sources.get(name, set()) | sources
-
-    def visit_Call(self, node: ast.Call) -> None:  # noqa: N802
-        """A timed condition decides whether the model is called."""
-        self.generic_visit(node)
-        if self._conditions and _is_model_call(node):
-            self._note_conditions()
-
-    def visit_If(self, node: ast.If) -> None:  # noqa: N802
-        """The condition guards both branches."""
-        self._visit_condition(node, (*node.body, *node.orelse))
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:  # noqa: N802
-        """The condition guards both values of a conditional expression."""
-        self._visit_condition(node, (node.body, node.orelse))
-
-    def _visit_condition(self, node: ast.If | ast.IfExp, branches: Sequence[ast.AST]) -> None:
-        self.visit(node.test)
-        names = _list_scalar_names(node.test)
-        is_timed = bool(names & self._timed)
-        if is_timed:
-            self._conditions.append(self._trace_sources(names))
-        for branch in branches:
-            self.visit(branch)
-        if is_timed:
-            self._conditions.pop()
-
-    def _trace_sources(self, names: set[str]) -> set[str]:
-        """These names, and the names that their values are computed from."""
-        return names.union(*(self._sources.get(name, set()) for name in names))
-
-    def _note_conditions(self) -> None:
-        self.deciding = self.deciding.union(*self._conditions)
-
-
-def _is_model_call(node: ast.Call) -> bool:
-    """Whether a pipeline calls its transformer or U-Net."""
-    return read_own_attribute(node.func).startswith(("transformer", "unet"))
-
-
-def _may_change_rows(value: ast.AST) -> bool:
-    return any(getattr(node, "attr", None) in _ROW_FUNCTIONS for node in ast.walk(value))
-
-
-def _list_names(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-
-
-def _list_scalar_names(node: ast.AST) -> set[str]:
-    """The names in an expression, attributes of `self` included; arguments only of `_NUMBER_FUNCTIONS`."""
-    attribute = read_own_attribute(node)
-    if attribute:
-        return {attribute.lstrip("_")}
-    if isinstance(node, ast.Name):
-        return {node.id}
-    parts: Sequence[ast.AST] = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.Call):
-        parts = node.args if read_name(node.func) in _NUMBER_FUNCTIONS else [node.func]
-    return set[str]().union(*map(_list_scalar_names, parts))
-
-
-def _walk_guarded(body: Sequence[ast.stmt], names: frozenset[str]) -> Iterator[tuple[ast.stmt, frozenset[str]]]:
-    """Each statement with the names that must be true for it to run: those tested by `if name` or `if a and b`."""
-    for node in body:
-        yield node, names
-        if isinstance(node, ast.If):
-            yield from _walk_guarded(node.body, names | _list_required_names(node.test))
-            yield from _walk_guarded(node.orelse, names)
-        elif isinstance(node, ast.For | ast.While | ast.With):
-            yield from _walk_guarded(node.body, names)
-
-
-def _list_required_names(test: ast.expr) -> set[str]:
-    """The names that must be true for a condition to hold."""
-    tested = [test]
-    if isinstance(test, ast.BoolOp):
-        tested = test.values
-        # None of several alternatives has to be true.
-        if not isinstance(test.op, ast.And):
-            return set()
-    return set(map(read_name, tested)) - {""}
-
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS, PATCHES = 4, 3
@@ -344,25 +162,6 @@ EXACT = (
 )
 
 
-def test_tables_are_what_the_loops_of_diffusers_say() -> None:
-    """A failure means that calls are rehearsed in all steps for nothing, or not where they change."""
-    timed = {}
-    cuts = {}
-    for name in dir(diffusers):
-        kind = getattr(diffusers, name, None) if name.endswith("Pipeline") else None
-        if not inspect.isclass(kind):
-            continue
-        function = inspect.unwrap(kind.__call__)
-        deciding = find_timed_guidance(function)
-        if deciding:
-            asked = deciding & inspect.signature(function).parameters.keys()
-            timed[name] = asked - {"num_inference_steps", "timesteps", "sigmas"}
-        for names in find_latent_cuts(function).values():
-            cuts[name] = names
-    assert timed == {name: set(names) for name, names in pipeline_calls._TIMED_GUIDANCE.items()}
-    assert cuts == {name: {argument} for name, argument in pipeline_calls._LATENT_CUTS.items()}
-
-
 class OwnLoop(diffusers.FluxPipeline):  # type: ignore[misc]
     """A loop of which nothing is known."""
 
@@ -408,12 +207,20 @@ def test_lumina_2_ends_guidance_by_an_argument() -> None:
         assert runner.report.synchronous == [0, 3]
 
 
+def end_by_attribute(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
+    if step == 2:
+        pipe._guidance_scale = 1.0
+    return {}
+
+
+@pytest.mark.parametrize("name", ["SD3CFGCutoffCallback", "end_by_attribute"])
 @on_ranks(2)
-def test_a_callback_ends_guidance() -> None:
-    """A failure means that keys of two branches are kept for one, or that a callback is met in mid-run alone."""
+def test_a_callback_ends_guidance(name: str) -> None:
+    """One of diffusers, or the user's. A failure means that keys of two branches are kept for one, an error of shapes,
+    or that stages wait for a branch that is not computed."""
 
     def ends() -> dict[str, Any]:
-        callback = SD3CFGCutoffCallback(cutoff_step_ratio=0.5)
+        callback = SD3CFGCutoffCallback(cutoff_step_ratio=0.5) if name.startswith("SD3") else end_by_attribute
         return {"callback_on_step_end": callback, "num_inference_steps": TIMED_STEPS}
 
     # In fp32 the distance would be that of two kernels, which differ by processor.
@@ -423,27 +230,8 @@ def test_a_callback_ends_guidance() -> None:
         with divided(pipe, **plan) as runner:
             close(run(runner, "sd3", **ends()), wanted, plan)
     for plan in ({"pipefusion": 2, "warmup": TIMED_STEPS}, {"distrifusion": 2, "warmup": 1}):
-        with divided(pipe, **plan) as runner, pytest.raises(ModelError, match="SD3CFGCutoffCallback sets _guidance_sc"):
+        with divided(pipe, **plan) as runner, pytest.raises(ModelError, match=f"{name} sets _guidance_scale"):
             run(runner, "sd3", **ends())
-
-
-def end_by_attribute(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
-    if step == 2:
-        pipe._guidance_scale = 1.0
-    return {}
-
-
-@on_ranks(2)
-def test_a_callback_of_the_user_ends_guidance() -> None:
-    """A failure means an error of shapes, or that stages wait for a branch that is not computed."""
-    call = {"callback_on_step_end": end_by_attribute, "num_inference_steps": TIMED_STEPS}
-    pipe = made("sd3")
-    expected = run(pipe, "sd3", **call)
-    for plan in ({"pipefusion": 2, "warmup": TIMED_STEPS}, {"distrifusion": 2, "warmup": 1}):
-        with divided(pipe, **plan) as runner, pytest.raises(ModelError, match="end_by_attribute sets _guidance_scale"):
-            run(runner, "sd3", **call)
-    with divided(pipe, ulysses=2) as runner:
-        close(run(runner, "sd3", **call), expected, "whole steps")
 
 
 @pytest.mark.parametrize(

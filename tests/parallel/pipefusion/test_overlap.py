@@ -122,13 +122,6 @@ def test_blocks_in_bf16_are_merged_in_fp32(monkeypatch: pytest.MonkeyPatch) -> N
     assert ((out.double() - wanted).abs() <= half + 1e-6).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_merge_is_of_fp32(dtype: torch.dtype) -> None:
-    """A failure means that partial outputs are rounded after each block."""
-    one, other = ((torch.randn(1, 3, 2, 4).to(dtype), torch.randn(1, 3, 2)) for _ in range(2))
-    assert [part.dtype for part in ring.merge_attention(one, other)] == [torch.float32] * 2
-
-
 def test_distrifusion_waits_for_a_layer_one_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, a synchronous step and three stale ones. Keys that come have the number of the step they left in.
 

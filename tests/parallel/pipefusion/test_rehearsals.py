@@ -208,16 +208,6 @@ def test_ranks_of_prompts_of_other_lengths(pool: Pool, name: str, degrees: dict[
     assert min(first) and min(other) and again == (0, 0)
 
 
-def test_another_prompt_of_the_same_length_is_known() -> None:
-    """Though a mask is given. A failure means that each prompt pays for a rehearsal."""
-    entry = ZOO["lumina-2"]
-    with divided(entry.make(), patches=2, warmup=1) as runner, counted_passes() as made:
-        first = list_tensors(runner(**entry.call()))
-        assert count_passes(made)[0]
-        different(first[0], list_tensors(runner(**entry.call() | {"prompt": "a small blue square"}))[0])
-        assert count_passes(made) == (0, 0)
-
-
 def test_prompts_of_unlike_length_in_front_of_their_pictures() -> None:
     """In one call of guidance. A failure means that what would work is not said, or does not work."""
     entry, words = ZOO["z-image-omni"], " ".join(["a large red circle"] * 10)

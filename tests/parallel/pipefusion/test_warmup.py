@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-import ditile
-from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import PatchSchedule
 from ditile.plan.simulate import bound_speedup
 from ditile.runner.runner import parallelize
-from tests import tiny
 from tests.parallel.sequence.test_tokens import TOLERANCE
 from tests.pool import CaseError, Pool, on_ranks
 from tests.runner.cases import MAKE, close, divided, draw_plain, run, same
@@ -63,11 +61,6 @@ def test_unequal_pieces(pool: Pool) -> None:
     """Two pictures with guidance over three stages: 2 + 1 + 1 rows, arguments without rows among the batched ones."""
     as_serial(pool, "pixart sigma", 3, PIPELINED, **TWO)
     as_serial(pool, "flux embedded guidance", 3, PIPELINED, **TWO)
-
-
-def test_two_calls_follow_each_other(pool: Pool) -> None:
-    """A call of one row is one piece, so nothing changes, bit for bit. A failure means that a step was cut in vain."""
-    as_serial(pool, "flux true cfg", 3, PIPELINED, exact=True)
 
 
 @pytest.mark.parametrize("also", [{"ulysses": 2}, {"ring": 2}])
@@ -168,29 +161,6 @@ def test_loras_are_lent_fused_or_refused(tmp_path: Path) -> None:
     load("one")(plain, folder)
     plain.fuse_lora(lora_scale=0.7)
     close(run(runner, "flux"), run(plain, "flux"), "fused, and lent")
-
-
-def read_in_part(folder: Path) -> None:
-    plan = Plan(pipefusion=2, patches=3, warmup=2, warmup_mode="sequence")
-    serial = Plan(pipefusion=2, patches=3, warmup=2)
-    wanted = run(parallelize(tiny.flux(), serial), "flux")
-    pipe: Any = ditile.load(str(folder), dtype=torch.float32, plan=plan)
-    close(run(parallelize(tiny.quiet(pipe), plan), "flux"), wanted, "read in part")
-
-
-@pytest.mark.nightly
-def test_with_weights_that_were_read_in_part(pool: Pool, tmp_path: Path) -> None:
-    """The structure of blocks that were never read comes from the config."""
-    tiny.flux().save_pretrained(tmp_path)
-    pool.run(read_in_part, 2, tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("also", [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}])
-def test_a_group_with_shared_tokens_is_refused(also: dict[str, Any]) -> None:
-    """A failure means that ranks would split what is split already."""
-    with pytest.raises(PlanError, match=f"{next(iter(also))}=2 splits tokens"):
-        Plan(pipefusion=2, warmup_mode="sequence", **also)
 
 
 def casting(transformer: Any) -> None:

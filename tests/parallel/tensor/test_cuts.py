@@ -20,7 +20,7 @@ from ditile.distributed.transport import Traffic
 from ditile.model.anatomies import find_anatomy, find_derived_cuts
 from ditile.parallel.tensor.cuts import TensorCut, TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
-from ditile.plan.errors import ModelError, PlanError, StateError
+from ditile.plan.errors import ModelError, PlanError
 from ditile_lab.study.tensor_cuts import derive_tensor_cuts, prove_tensor_cuts
 from tests import tiny
 from tests.zoo import ZOO
@@ -47,17 +47,6 @@ def test_gated_and_packed_projections_are_cut_block_by_block() -> None:
     assert plain.select_shard("elsewhere.weight", (8, 16)) is None
     packed = TensorCuts.match_tensor_table(nn.Sequential(nn.Linear(10, 4)), {"0": PackedRowwiseParallel([1, 4])}, 0, 2)
     assert packed.select_shard("0.weight", (4, 10)) == TensorCut(1, (slice(0, 1), slice(2, 6)))
-
-
-def test_factors_of_loras_are_cut_where_their_linear_is() -> None:
-    """Outputs cut B, inputs cut A; a LoRA is found in whatever wraps its Linear."""
-    cuts = TensorCuts.match_tensor_table(FeedForward(8, mult=2, activation_fn="gelu"), FF, 0, 2)
-    assert cuts.select_shard("net.0.proj.lora_B.default.weight", (16, 4)) == TensorCut(0, (slice(0, 8),))
-    assert cuts.select_shard("net.0.proj.lora_A.default.weight", (4, 8)) is None
-    assert cuts.select_shard("net.2.lora_A.a.weight", (4, 16)) == TensorCut(1, (slice(0, 8),))
-    assert cuts.select_shard("net.2.lora_B.a.weight", (8, 4)) is None
-    assert cuts.select_shard("net.2.base_layer.bias", (8,)) is None
-    assert cuts.select_shard("net.2.base_layer.weight", (8, 16)) == TensorCut(1, (slice(0, 8),))
 
 
 def quantized(model: Any) -> None:
@@ -126,14 +115,6 @@ def test_heads_that_do_not_divide_are_refused_with_degrees_that_do(ranks: int, m
         cut(tiny.flux().transformer, ranks)
 
 
-def test_features_that_do_not_divide_are_refused() -> None:
-    """Legal are the common divisors of all that is cut."""
-    with pytest.raises(
-        PlanError, match=r"tensor=4 does not divide the 18 features of net\.0\.proj; try 1, 2, 3, 6, 9, 18"
-    ):
-        cut(FeedForward(6, mult=3, activation_fn="gelu"), 4, FF)
-
-
 def test_tables_that_do_not_fit_are_refused() -> None:
     """A failure: a typing error in a table cuts less than was meant."""
     model = FeedForward(8, activation_fn="gelu")
@@ -170,23 +151,6 @@ def test_a_model_without_a_table_is_refused_and_one_without_streams_in_the_seque
     model = nn.Linear(2, 2)
     with pytest.raises(ModelError, match="no table of its token streams for split_scheme=sequence; use row"):
         shard_weights(model, {"": "colwise"}, Axis("tensor", (0, 1)), Traffic(), sequence={})
-
-
-def test_weights_that_were_not_kept_cannot_be_put_back() -> None:
-    """A failure: a runner would go on with shares as if they were the whole."""
-    model = tiny.flux().transformer
-    sharded = shard_weights(model, find_tensor_table(model), Axis("tensor"), Traffic())
-    with pytest.raises(StateError, match="the whole weights were not kept"):
-        sharded.restore_whole_weights()
-
-
-def test_hollow_blocks_of_other_stages_are_passed_over() -> None:
-    """A stage of PipeFusion cuts the blocks that it owns."""
-    model = tiny.flux().transformer
-    for block in model.transformer_blocks:
-        block._modules.clear()
-    styles = TensorCuts.match_tensor_table(model, find_tensor_table(model, find_derived_cuts(model)), 0, 2).styles
-    assert styles and all(path.startswith("single_transformer_blocks.") for path in styles)
 
 
 Table = dict[str, Any]

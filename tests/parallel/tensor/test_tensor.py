@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import ditile
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.model.anatomies import find_anatomy, find_derived_cuts
+from ditile.model.anatomies import find_anatomy
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.sharding import ShardedTransformer, find_tensor_table, shard_weights
-from ditile.plan.errors import DitileError, ModelError, StateError
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.layout import pick_even_chunk
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
@@ -245,40 +245,6 @@ def test_shares_that_are_cast_for_each_use(family: str) -> None:
         with sharded(pipe.transformer, scheme):
             pairs.append(measure_error(casting(pipe), plain))
     assert max(pairs) < TOLERANCE
-
-
-@pytest.mark.nightly
-def test_one_rank_is_the_plain_model() -> None:
-    """The null case edits nothing."""
-    model, call = with_heads("sd3"), inputs("sd3")
-    before, weights = forward(model, call), model.state_dict()
-    cut = shard_weights(model, find_tensor_table(model, find_derived_cuts(model)), Axis("tensor"), Traffic())
-    assert cut.select_shard("transformer_blocks.0.ff.net.2.weight", (48, 192)) is None
-    assert torch.equal(forward(model, call), before) and model.state_dict().keys() == weights.keys()
-
-
-def refused_untouched(options: dict[str, Any], message: str) -> bool:
-    """Whether a refused pipeline of two transformers has all its weights."""
-    pipe = ZOO["wan-2.2"].make()
-    before = [parameter for model in (pipe.transformer, pipe.transformer_2) for parameter in model.parameters()]
-    with pytest.raises(DitileError, match=message):
-        parallelize(pipe, Plan(**options))
-    after = [parameter for model in (pipe.transformer, pipe.transformer_2) for parameter in model.parameters()]
-    return len(before) == len(after) and all(one is two for one, two in zip(before, after, strict=True))
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pipefusion": 2, "tensor": 2, "split_scheme": "sequence"}, "no table of its token streams.*use row"),
-        ({"tensor": 4}, "tensor=4 does not divide the 2 heads of blocks.0.attn1; try 1, 2"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_with_all_its_weights(pool: Pool, options: dict[str, Any], message: str) -> None:
-    """A failure: after the refusal a stage has lost the blocks of others, or one of two transformers is cut."""
-    assert all(pool.run(refused_untouched, 4, options, message))
 
 
 @pytest.mark.nightly

@@ -128,19 +128,6 @@ def test_more_ranks_than_rows(name: str) -> None:
         assert distance(got, picture) < BOUND
 
 
-def test_a_coder_that_sees_all_rows_is_refused() -> None:
-    """Linear attention of an autoencoder sums over all tokens."""
-    vae = diffusers.AutoencoderDC(
-        latent_channels=4, encoder_block_out_channels=(8, 8, 8), decoder_block_out_channels=(8, 8, 8),
-        encoder_layers_per_block=(1, 1, 1), decoder_layers_per_block=(1, 1, 1), attention_head_dim=4,
-        encoder_block_types=("ResBlock", "ResBlock", "EfficientViTBlock"),
-        decoder_block_types=("ResBlock", "ResBlock", "EfficientViTBlock"),
-        encoder_qkv_multiscales=((), (), ()), decoder_qkv_multiscales=((), (), ()),
-    )  # fmt: skip
-    with pytest.raises(ModelError, match="cannot be divided by rows; call its enable_tiling"):
-        ParallelVAE(tiny.randomise(vae, gain=1.0), Axis(), Traffic())
-
-
 def make_dc() -> Any:
     """Sana's: linear attention looks at the whole picture."""
     torch.manual_seed(0)
