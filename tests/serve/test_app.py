@@ -1,27 +1,17 @@
 """Who may ask a server, how much at once, and what it says of itself."""
 
-import dataclasses
-import io
 import json
 import logging
-import sys
 import time
 from pathlib import Path
 
 import httpx
 import pytest
-from fastapi.testclient import TestClient
 
-from ditile.plan.errors import LoadError, ModelError, RankError, StateError
-from ditile.runner.requests.options import GenerateOptions
-from ditile.serve.api.answers import RequestError, check_done, convert_error
+from ditile.plan.errors import LoadError, RankError, StateError
+from ditile.serve.api.answers import convert_error
 from ditile.serve.api_keys import read_api_keys
-from ditile.serve.app import ACCESS_LOG, create_app, write_access_log
-from ditile.serve.jobs import Failure, Job, Request
-from ditile.serve.options import ServeOptions
 from ditile.serve.replica import describe_failed_replica, describe_lost_ranks
-from ditile.serve.server import add_page
-from ditile.serve.service import Service
 from tests.serve.servers import PROMPT, paint_picture, read_error, serve_painted
 
 DRAW = "/v1/images/generations"
@@ -53,15 +43,6 @@ def test_keys(tmp_path: Path) -> None:
         assert owners == ["ann", "key-5"]
         # Names of this machine are asked for only where there are no keys.
         assert ask.get("/v1/models", headers=ann | {"host": "draw.example.org"}).status_code == 200
-
-
-@pytest.mark.parametrize(("text", "message"), [("ann:short", "line 1 has no key of 8 letters")])
-def test_files_that_hold_no_keys(tmp_path: Path, text: str | None, message: str) -> None:
-    path = tmp_path / "keys"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ModelError, match=message):
-        read_api_keys(str(path))
 
 
 def test_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,30 +114,6 @@ def test_what_a_server_says_of_itself(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "red circle" not in caplog.text
 
 
-def test_the_access_log_is_lines_of_json_alone() -> None:
-    """A failure would mean a log that others write into, or that goes on into a stream that was closed."""
-    stream, handlers = io.StringIO(), list(ACCESS_LOG.handlers)
-    with write_access_log(stream):
-        ACCESS_LOG.info(json.dumps({"status": 200}))
-        assert json.loads(stream.getvalue()) == {"status": 200}
-    assert (ACCESS_LOG.handlers, ACCESS_LOG.propagate) == (handlers, True)
-
-
-@pytest.mark.parametrize("has_gradio, hint", [(True, "serve without --no-page"), (False, "pip install 'ditile[page]'")])
-def test_without_the_page_its_address_says_how_to_get_it(
-    has_gradio: bool, hint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    service = Service(ServeOptions(state=str(tmp_path), no_page=has_gradio), lambda *_: None)
-    app = create_app(service)
-    if not has_gradio:
-        monkeypatch.setitem(sys.modules, "gradio", None)
-    add_page(app, service)
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        answer = client.get("/")
-    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/plain; charset=utf-8")
-    assert hint in answer.text and answer.text.count("\n") == 1
-
-
 def test_a_bug_is_one_line(tmp_path: Path) -> None:
     """What nobody foresaw is in the log, and not in the answer."""
     with serve_painted(tmp_path) as served:
@@ -165,9 +122,8 @@ def test_a_bug_is_one_line(tmp_path: Path) -> None:
         assert answer.status_code == 500 and read_error(answer)["message"] == "the server failed; its log says why"
 
 
-@pytest.mark.parametrize("method", ["accept_job"])
 def test_what_a_disk_says_is_in_the_log_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A failure would tell clients folders and hosts of the server's machine."""
     secret = "/srv/ann/project: no space left on 10.1.2.3"
@@ -176,7 +132,7 @@ def test_what_a_disk_says_is_in_the_log_alone(
         raise StateError(secret)
 
     with serve_painted(tmp_path) as served:
-        monkeypatch.setattr(served.service._store, method, fail)
+        monkeypatch.setattr(served.service._store, "accept_job", fail)
         answer = served.post(DRAW, {"prompt": PROMPT})
         assert answer.status_code == 503
         assert "log says why" in read_error(answer)["message"] and "project" not in answer.text
@@ -194,20 +150,7 @@ def test_how_ranks_end_is_told_without_their_words() -> None:
     assert failures[0].code == "out_of_memory"
 
 
-def test_a_refused_job_names_its_field() -> None:
-    """A client shows the error beside the field. A failure means that it cannot when ranks alone know what fits."""
-    message = "steps=30 is more than the 20 steps of the call; give 20 or less"
-    failure = Failure(code="refused", message=f"computed_{message}")
-    job = Job(id="image_x", owner="", kind="image", request=Request(options=GenerateOptions()), state="failed")
-    with pytest.raises(RequestError) as refusal:
-        check_done(dataclasses.replace(job, failure=failure))
-    assert (refusal.value.status, refusal.value.param) == (422, "computed_steps")
-    with pytest.raises(RequestError) as refusal:
-        check_done(dataclasses.replace(job, failure=Failure(code="refused", message=message)))
-    assert refusal.value.param == "num_inference_steps"
-
-
-@pytest.mark.parametrize(("mode", "warns"), [(0o644, True), (0o640, True), (0o600, False), (0o400, False)])
+@pytest.mark.parametrize(("mode", "warns"), [(0o640, True), (0o600, False)])
 def test_a_file_of_keys_that_others_can_read_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warns: bool
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from ditile.cli import main
-from ditile.plan.errors import ModelError
-from ditile.plan.flag_parser import list_flags
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.link import Batch, WorkerSetup
@@ -153,25 +149,3 @@ def test_a_replica_that_waits_in_vain_ends_and_starts_again(
                 spare.start()
 
     asyncio.run(run())
-
-
-def test_options_of_ray_are_refused_where_they_do_not_fit() -> None:
-    with pytest.raises(ModelError, match="10.0.0.1:6379"):
-        ServeOptions(ray="ray://10.0.0.1:10001")
-    with pytest.raises(ModelError, match="add --ray"):
-        ServeOptions(ray_max_replicas=2)
-    with pytest.raises(ModelError, match="below replicas=3"):
-        ServeOptions(ray="local", replicas=3, ray_max_replicas=2)
-
-
-def test_the_manifest_for_kubernetes_is_one() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "serving-ray.md").read_text("utf-8")
-    (manifest,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    cluster, server, service = yaml.safe_load_all(manifest)
-    assert [part["kind"] for part in (cluster, server, service)] == ["RayCluster", "StatefulSet", "Service"]
-    assert set(cluster["spec"]) == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
-    pod = server["spec"]["template"]
-    assert service["spec"]["selector"] == pod["metadata"]["labels"] == server["spec"]["selector"]["matchLabels"]
-    words = pod["spec"]["containers"][0]["args"][0].partition("ditile serve")[2].split()
-    flags = list_flags(ServeOptions) + list_flags(Plan)
-    assert not [word for word in words if word.startswith("--") and word not in flags]

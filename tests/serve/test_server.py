@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import httpx
 import psutil
 import pytest
 
@@ -128,54 +123,3 @@ def test_an_idle_server_holds_no_memory_and_generates_the_next_request(tmp_path:
         assert pictures[0] == pictures[1]
         assert server.end(signal.SIGTERM) == 0
         assert "Traceback" not in server.log and "failed" not in server.log
-
-
-@pytest.fixture(scope="module")
-def besieged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with few descriptors, whose state folder has a name that it must not tell."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
-    try:
-        server = RunningServer("shapes-pixart", (), tmp_path_factory.mktemp("secret-project") / "state")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    try:
-        yield server.wait_until_ready()
-    finally:
-        server.end(signal.SIGKILL)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["urlencoded", "json", "multipart", "chunks"])
-def test_a_body_holds_up_no_other_request(besieged: RunningServer, kind: str) -> None:
-    """A failure would mean that one client stops the server for all others."""
-    size = 2**23
-    part = b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n%s\r\n--x--\r\n'
-    content_type, body = {
-        "urlencoded": ("application/x-www-form-urlencoded", b"a=" + b"%41" * (size // 3)),
-        "json": ("application/json", b'{"prompt":"a"%s}' % b"".join(b',"%d":1' % k for k in range(size // 11))),
-        "multipart": ("multipart/form-data; boundary=x", part % (b"\r\n" * (size // 2))),
-        "chunks": ("application/json", b"a"),
-    }[kind]
-    gaps = [0.0]
-    is_done = threading.Event()
-
-    def ask() -> None:
-        while not is_done.is_set():
-            began = time.monotonic()
-            httpx.get(f"{besieged.url}/health", timeout=100, trust_env=False)
-            gaps.append(time.monotonic() - began)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    content: Any = body
-    if kind == "chunks":
-        # Of one letter each.
-        content = (body for _ in range(10**6))
-    with contextlib.suppress(httpx.WriteError), besieged.client() as client:
-        answer = client.post("/v1/images/edits", content=content, headers={"content-type": content_type})
-        assert 400 <= answer.status_code < 500
-    is_done.set()
-    asking.join()
-    # It was 5 s and more.
-    assert max(gaps) < 3

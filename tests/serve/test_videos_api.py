@@ -86,9 +86,6 @@ def test_refusals(served: Served) -> None:
     assert "num_frames=801 is more than this server's 33" in ask(seconds="100")
     answer = served.post("/v1/videos", {"prompt": PROMPT, "seconds": "100"})
     assert read_error(answer)["param"] == "seconds"
-    assert "fps=200: a GIF shows 100 frames a second at most" in ask(fps=200, output_format="gif")
-    assert "try seconds='4'" in ask(seconds="long")
-    assert "width=65 is not a multiple of 8" in ask(size="65x64")
     picture = "data:image/png;base64," + base64.b64encode(paint_picture((64, 64), 1)).decode()
     assert "WanPipeline has no relative that starts from an image; leave the image out" in ask(
         input_reference={"image_url": picture}
@@ -100,4 +97,3 @@ def test_refusals(served: Served) -> None:
     for path in ("/v1/videos/video_x", "/v1/videos/video_x/content", "/v1/videos?after=video_x"):
         assert served.client.get(path).status_code == 404
     assert served.client.get("/v1/videos?limit=0").status_code == 400
-    assert served.client.get("/v1/videos?order=up").status_code == 400

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 from unittest import mock
 
@@ -12,7 +11,7 @@ from ditile.plan.plan import Plan
 from ditile.planner.promise import Bounds
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GenerateOptions
-from ditile.serve.jobs import Job, JobResult, Request
+from ditile.serve.jobs import Request
 from ditile.serve.link import BatchJob, WorkerSetup
 from ditile.serve.options import ServeOptions
 from ditile.serve.worker import MAX_WARM_CALLS, RankWorker
@@ -97,17 +96,3 @@ def test_a_promise_that_leaves_no_step_out(pool: Pool) -> None:
     assert best["result"]["facts"]["promise"]["computed_steps"] == 20 and best["result"]["facts"]["left_out"] == []
     assert fewer["result"]["facts"]["promise"]["computed_steps"] < 20 and fewer["result"]["facts"]["left_out"]
     assert refused["failure"]["message"] == "computed_steps=30 is more than the 20 steps of the call; give 20 or less"
-
-
-def test_the_client_of_a_long_prompt_is_told_how_much_is_read(pool: Pool) -> None:
-    options = GenerateOptions(model="shapes-flux", prompt="a red circle")
-    request = Request(options=options, client={"warnings": ["an earlier one"]})
-    [(answer,)] = pool.run(serve_requests, 1, Plan(), [{}], "a red circle " * 20)
-    job = Job(id="image_x", owner="", kind="image", request=request, result=JobResult.from_json(answer["result"]))
-    assert job.warnings == ["an earlier one", "the prompt has 61 tokens, and 32 are read"]
-
-
-def test_a_server_with_a_cache_keeps_it(pool: Pool) -> None:
-    ask = functools.partial(serve_requests, cache=True, max_warmup_steps=1, rdt=0.5)
-    [(refused,)] = pool.run(ask, 1, Plan(), [{"computed_steps": 3}])
-    assert "this server has a cache of its own; leave computed_steps" in refused["failure"]["message"]
