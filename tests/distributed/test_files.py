@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -14,14 +13,6 @@ import pytest
 
 from ditile.distributed import files
 from ditile.plan.errors import ModelError
-
-
-def test_a_file_takes_the_place_of_another(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    files.write_atomically(path, b"old")
-    files.write_json_file(path, {"a": [1, "\u00e9"]})
-    assert json.loads(path.read_text("utf-8")) == {"a": [1, "\u00e9"]}
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,18 +27,6 @@ from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 from ditile.runner import runner
 from ditile_lab.study.prove import StillScheduler
 from tests.pool import Pool, on_ranks
-
-SIXTEEN = Plan(data=2, cfg=2, pipefusion=2, ulysses=2)
-
-
-def test_sixteen_ranks() -> None:
-    """A failure means that ranks that should share an image, a branch or a stage do not."""
-    assert list_subgroups(SIXTEEN, SEQUENCE) == [(k, k + 1) for k in range(0, 16, 2)]
-    stages = [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
-    assert list_subgroups(SIXTEEN, ["pipefusion"]) == stages
-    assert list_subgroups(SIXTEEN, ["cfg"]) == [(0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)]
-    assert list_subgroups(SIXTEEN, ["data"]) == [(k, k + 8) for k in range(8)]
-    assert list_subgroups(SIXTEEN, IMAGE) == [tuple(range(8)), tuple(range(8, 16))]
 
 
 def place(plan: Plan) -> dict[str, tuple[tuple[int, ...], int]]:
@@ -149,19 +136,6 @@ def test_ranks_join_with_nccl_if_no_two_have_one_gpu(
     assert joined == dict.fromkeys(range(len(ranks)), (wanted, len(ranks), limit))
     assert " ".join(current[number] for number in range(len(ranks))) == devices
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ([warning] if warning else [])
-
-
-@pytest.mark.parametrize(
-    ("given", "local_rank"), [({}, 3), ({"LOCAL_RANK": "1"}, 1), ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1)]
-)
-def test_a_script_may_leave_out_the_local_variables(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], local_rank: int
-) -> None:
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", **given}.items():
-        monkeypatch.setenv(name, value)
-    assert env.read_torchrun_place() == (3, 4, local_rank)
 
 
 def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,10 +302,6 @@ def test_groups_wait_as_long_as_that_of_all_ranks() -> None:
     mesh.close_groups()
     everyone, *others = limits
     assert everyone not in (datetime.timedelta(minutes=30), None) and set(others) == {everyone}
-
-
-def threads() -> int:
-    return len(psutil.Process().threads())
 
 
 def test_ranks_that_cannot_connect_say_what_to_set(

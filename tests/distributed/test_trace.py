@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import ditile
-from ditile.distributed.trace import GenerationTrace, TraceEvent, sum_waits_by_step, write_chrome_trace
+from ditile.distributed.trace import TraceEvent, sum_waits_by_step
 from ditile.plan.errors import StateError
 from ditile.plan.schedule import OpKind, PatchSchedule
 from tests import tiny
@@ -71,15 +71,6 @@ def test_steps_overlap(slices: list[list[dict[str, Any]]]) -> None:
     assert any(computes(0, step + 1, 0)["ts"] < end for step, end in ends.items())
 
 
-def test_off_records_nothing() -> None:
-    """A trace that is off costs nothing and keeps nothing."""
-    trace = GenerationTrace()
-    with trace.record_span("compute", 0, None), trace.record_wait("ring"):
-        trace.mark_step()
-    assert trace.list_events() == [] == trace.list_waits() and trace.measure_waits() == ([], {})
-    assert trace.record_wait("ring") is trace.record_wait("tensor"), "not even an object is made"
-
-
 def test_waits_by_hand() -> None:
     """Two steps, from 1 to 3 and from 3 to 6. What is outside does not count, and nothing counts twice.
 
@@ -124,12 +115,3 @@ def waiting(plan: str) -> dict[str, Any]:
     runner(**tiny.arguments("pixart", num_inference_steps=3))
     assert runner.report is not None
     return runner.report.to_dict()
-
-
-def test_chrome_by_hand(tmp_path: Path) -> None:
-    """Seconds of a clock that began at any time become microseconds from the first event."""
-    events = [[TraceEvent("compute", 0, None, 0, 5.0, 5.5)], [TraceEvent("receive", 1, 2, 1, 5.25, 5.25)]]
-    write_chrome_trace(tmp_path / "trace.json", events)
-    written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    slices = [(e["name"], e["tid"], e["ts"], e["dur"]) for e in written if e["ph"] == "X"]
-    assert slices == [("compute", 0, 0.0, 5e5), ("receive p2", 1, 2.5e5, 0.0)]

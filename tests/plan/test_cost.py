@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ditile.plan import cost
-from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import Plan
 from tests import tiny
 from tests.pool import Pool
@@ -132,25 +131,3 @@ def test_even_shares_send_what_the_closed_formula_says(pool: Pool, plan: str) ->
     kind, numbers, messages = CLOSED[plan]
     sent = pool.run(count_kind, Plan.parse(plan).world, plan, kind)[0]
     assert sent == (numbers * torch.float32.itemsize, messages)
-
-
-def shown(name: str, plan: dict[str, Any]) -> tuple[str, list[dict[str, int]]]:
-    with divided(MAKE[name](), **plan) as runner:
-        run(runner, name, **CALL)
-        of_ranks = range(Plan(**plan).world)
-        job = runner.job()
-        assert job is not None
-        return str(runner), [cost.count_traffic_in_step(job, rank, STEPS - 2) for rank in of_ranks]
-
-
-def test_the_table_has_a_row_for_every_rank_and_kind(pool: Pool) -> None:
-    """A failure means that `print(runner)` leaves out a rank, its place, or a kind of traffic."""
-    plan = {"pipefusion": 2, "ulysses": 2, "patches": 3}
-    for text, sent in pool.run(shown, 4, "flux", plan):
-        for word in ("place", "stage 0", "stage 1", "ulysses 0", "ulysses 1", "cpu", "speed-up over one rank: at most"):
-            assert word in text, word
-        assert max(map(len, text.splitlines()[4:-2])) <= 88, "it fits a narrow terminal"
-        for of_rank in sent:
-            assert set(of_rank) == {"ulysses", "activations"} or set(of_rank) == {"ulysses", "prediction", "latents"}
-            for kind, size in of_rank.items():
-                assert kind in text and format_bytes(size) in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Literal
 
 import pytest
@@ -49,11 +48,6 @@ def test_a_flag_that_may_stand_alone_takes_no_prompt() -> None:
         read("x", "--fast=fats")
 
 
-def test_what_is_not_given_is_left_to_the_dataclass() -> None:
-    assert read("x") == {"what": "x"}
-    assert Options(**read("x")) == Options(what="x")
-
-
 def test_dash_and_underscore_are_the_same_in_names_and_not_in_values() -> None:
     assert normalize_flags(["--num_steps=1", "--out=a_b", "a_b", "--"]) == ["--num-steps=1", "--out=a_b", "a_b", "--"]
     assert read("x", "--num_steps", "4")["num_steps"] == 4
@@ -82,13 +76,6 @@ def test_three_valued_switches_and_words_beside_numbers() -> None:
     assert read("x", "--until", "auto")["until"] == "auto" and read("x", "--until", "3")["until"] == 3
 
 
-def test_help_shows_docs_and_defaults() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, Options, title="options")
-    text = parser.format_help()
-    assert "steps (default 20)" in text and "only look" in text and "a thing" in text
-
-
 @pytest.mark.parametrize(
     ("values", "says"),
     [
@@ -105,7 +92,3 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_name_and_what_would_do(
     with pytest.raises(ModelError) as caught:
         Options(**values)
     assert str(caught.value) == says
-
-
-def test_a_list_of_json_is_a_tuple() -> None:
-    assert Options(parts=[7, 7, 8]).parts == (7, 7, 8)

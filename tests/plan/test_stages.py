@@ -32,16 +32,6 @@ def every_cut(blocks: int, stages: int) -> list[list[range]]:
     return [[range(a, b) for a, b in itertools.pairwise((0, *inner, blocks))] for inner in stops]
 
 
-def fits(costs: list[float], stages: int, most: float) -> bool:
-    """Whether filling one stage after the other up to `most` needs no more than `stages`."""
-    used, room = 1, most
-    for cost in costs:
-        if cost > room:
-            used, room = used + 1, most
-        room -= cost
-    return used <= stages
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())
 def test_balanced_is_the_best_of_all_cuts(costs: list[int], data: st.DataObject) -> None:

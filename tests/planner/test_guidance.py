@@ -13,7 +13,7 @@ import pytest
 from ditile.model.hooks.overrides import list_parameter_names
 from ditile.model.known import CONFIGS, list_known_models
 from ditile.model.pipeline_calls import read_guidance_rule
-from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.planner.hardware import load_profile
 from ditile.planner.question import PlanQuestion
@@ -164,16 +164,6 @@ def test_branches_that_are_not_there_are_refused_by_the_files(qwen: str) -> None
     facts = collect_call_facts(type(ZOO["flux-2-klein"].make()), {"is_distilled": True})
     with pytest.raises(PlanError, match="its guidance is embedded or distilled; use cfg=1"):
         facts.check_cfg(plan, {"guidance_scale": 4.0})
-
-
-def test_negative_prompts_are_heeded_at_the_scales_of_the_family() -> None:
-    """Z-Image and Krea 2 are guided above 0. A failure means that a negative prompt that works is refused."""
-    asked = GenerateOptions(prompt="a red circle", negative_prompt="a square", guidance=1.0)
-    for name in ("z-image", "krea-2"):
-        facts = collect_call_facts(type(ZOO[name].make()))
-        assert facts.merge_arguments(asked, {})["negative_prompt"] == "a square"
-        with pytest.raises(ModelError, match="ignores a negative prompt at --guidance 0; try --guidance above 0"):
-            facts.merge_arguments(GenerateOptions(prompt="x", negative_prompt="a square", guidance=0.0), {})
 
 
 @on_ranks(2)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -17,7 +15,6 @@ from PIL import Image
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import CONFIGS
 from ditile.plan import cost
-from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
@@ -248,16 +245,3 @@ def test_pictures_of_published_models_have_their_tokens(
     subject = PlanSubject.from_configs(name, CONFIGS / name, ["image"])
     shape = subject.make_call_shape(question.fill_call_arguments() | subject.bind_pictures(question.read_pictures()))
     assert (shape.grid, shape.references, shape.text) == (grid, references, 512)
-
-
-def test_what_is_not_known_is_refused(subject_of: Any, tmp_path: Path) -> None:
-    subject = subject_of("flux-kontext")
-    shape = replace(make_shape(subject, "flux-kontext"), references=0)
-    with pytest.raises(PlanError, match="references=0: no tokens of reference images are known"):
-        subject.make_plan_job(Plan(references=0, patches=2), shape)
-    for image, said in ((("0x5",), "should be greater than or equal to 1"), (("no.png",), "no.png")):
-        with pytest.raises(ModelError, match=said):
-            PlanQuestion(model="flux.2-dev", image=image).read_pictures()
-    many = PlanQuestion(model="flux.1-kontext-dev", hardware="h200-nvlink", image=("64x64",) * 3)
-    with pytest.raises(ModelError, match="starts from 1 at most, and not from 3 images"):
-        answer_question(many)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,21 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ditile.cache.config_text import parse_cache_line
-from ditile.cli.main import main
 from ditile.model.known import CONFIGS
 from ditile.plan import cost
-from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Op, OpKind
 from ditile.plan.simulate import bound_speedup
 from ditile.planner import hardware
-from ditile.planner.choose import plan_for
 from ditile.planner.kernel_times import Work
 from ditile.planner.memory import RankMemory, count_peaks_of_ranks, count_rank_memory
 from ditile.planner.ops import CacheSkips, OpPricer
 from ditile.planner.profile import Curve, Link, Profile
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import PlanSearch, SearchRequest, iterate_plans, make_pricer, predict_skipped_steps
-from ditile.planner.seconds import RankTokens, RooflineDevice, merge_work
+from ditile.planner.seconds import RankTokens, merge_work
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import find_model_source
 from ditile.runner.weights.prequantized import StoredWeights
@@ -128,21 +125,6 @@ def test_plans_are_legal_and_distinct() -> None:
     assert not any(plan.cfg > 1 or plan.data > 1 for plan in result), "one image, and embedded guidance"
 
 
-def test_slower_links_favour_fewer_bytes() -> None:
-    """On a slow link PipeFusion or guidance wins, on a fast one the methods that divide every step."""
-    one, arguments = subject("pixart-sigma"), call("pixart-sigma", height=2048, width=2048)
-    slow, fast = (
-        dataclasses.replace(hardware.load_profile("a100-nvlink"), link=Link(latency_s=1e-5, bandwidth=rate))
-        for rate in (1e9, 1e13)
-    )
-    first, second = (
-        PlanSearch(one, arguments, profile, SearchRequest(devices=4)).find_fastest_plans().prices[0]
-        for profile in (slow, fast)
-    )
-    assert first.plan.pipefusion * first.plan.cfg == 4
-    assert second.latency_s < first.latency_s and second.exposed_s < first.latency_s
-
-
 def test_keys_gathered_once_win_on_two_ranks() -> None:
     """In place of Ulysses' two exchanges, and by far with grouped-query heads, which gather sends a quarter of.
 
@@ -164,19 +146,6 @@ def test_keys_gathered_once_win_on_two_ranks() -> None:
     wanted = SearchRequest(devices=2, exact=True)
     best = PlanSearch(one, arguments, profile, wanted).find_fastest_plans().prices[0]
     assert best.plan.gather == 2, best.plan
-
-
-def test_messages_in_eight_bits_are_priced() -> None:
-    """A failure means that their bytes cost as much as those of whole numbers."""
-    one, arguments = subject("flux.1-dev"), call("flux.1-dev", num_inference_steps=4)
-    far = hardware.load_profile("l40-pcie", "1Gbit")
-    shape = one.make_call_shape(arguments, far.element_size)
-    for plan in (Plan(pipefusion=4), Plan(ulysses=4), Plan(ring=4), Plan(distrifusion=4)):
-        exact, packed = (
-            make_pricer(one, arguments, far, 1).price_call(one.make_plan_job(each, shape))
-            for each in (plan, dataclasses.replace(plan, wire_dtype="fp8"))
-        )
-        assert packed.bytes_per_step < exact.bytes_per_step and packed.latency_s < exact.latency_s, plan
 
 
 @pytest.mark.parametrize(("link", "is_packed"), [("1Gbit", True), (None, False)])
@@ -292,31 +261,6 @@ def test_a_cache_is_played_before_it_runs(line: str, hit_rate: float | None, ski
     assert (len(left.steps), left.first, left.last) == (skipped, 1, 0)
 
 
-def test_a_profile_is_its_json(tmp_path: Path) -> None:
-    profile = hardware.load_profile("a100-nvlink", "10Gbit")
-    assert Profile.from_json(profile.to_json()) == profile
-    file = tmp_path / "p.json"
-    file.write_text('{"name": 1}')
-    with pytest.raises(ModelError, match="is not a profile of a machine"):
-        Profile.from_json_file(file)
-    with pytest.raises(ModelError, match="cannot be read"):
-        Profile.from_json_file(tmp_path / "none.json")
-
-
-def test_hosts_are_joined_by_the_slower_link() -> None:
-    """The axis that crosses hosts pays for it; one that stays inside does not."""
-    one, arguments = subject("flux.1-dev"), call("flux.1-dev")
-    shape, profile = one.make_call_shape(arguments, 2), hardware.load_profile("a100-nvlink", "1Gbit")
-    job = one.make_plan_job(Plan(pipefusion=2, ulysses=4), shape)
-    near, far = (make_pricer(one, arguments, profile, host).price_call(job).exposed_s for host in (8, 4))
-    assert far > near
-    across = one.make_plan_job(Plan(ulysses=8), shape)
-    assert make_pricer(one, arguments, profile, 4).price_call(across).exposed_s > 10 * far
-    inside = one.make_plan_job(Plan(pipefusion=2, ulysses=2), shape)
-    same = [make_pricer(one, arguments, profile, host).price_call(inside) for host in (4, 8, None)]
-    assert same[0] == same[1] == same[2], "a plan that one host has room for knows of no other"
-
-
 def test_ranks_of_a_host_share_the_way_out() -> None:
     """Four lines of a ring cross the border of a host, and in an exchange of all eight everybody does."""
     one, arguments = subject("flux.1-dev"), call("flux.1-dev")
@@ -350,39 +294,6 @@ def test_memory_is_the_papers_table() -> None:
         assert of(ulysses=n).weights == of(ring=n).weights == of(distrifusion=n).weights == whole + own
         assert of(distrifusion=n).keys == keys and of(pipefusion=n).keys == keys // n
         assert of(ulysses=n).keys == of(ring=n).keys == of(tensor=n).keys == 0, "nothing outlives a step"
-
-
-def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--model", "flux.1-dev", "--hardware", "l40-pcie", "--devices", "8", "--json", "-"]
-    assert main(words) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert set(result) >= {"model", "hardware", "devices", "plans"}
-    prices = [plan["latency_s"] for plan in result["plans"]]
-    assert prices == sorted(prices) and all(math.isfinite(price) for price in prices)
-    assert set(result["plans"][0]) >= {
-        "plan", "latency_s", "memory_bytes", "bytes_per_step", "exposed_comm_s", "bubble_s",
-    }  # fmt: skip
-    assert all(str(Plan.parse(plan["plan"])) == plan["plan"] for plan in result["plans"])
-    assert str(plan_for("flux.1-dev", hardware="l40-pcie", devices=8)) == result["plans"][0]["plan"]
-    assert plan_for("flux.1-dev", hardware="l40-pcie").world == 1
-
-
-def test_a_machine_that_was_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DITILE_PROFILE", str(tmp_path / "none.json"))
-    with pytest.raises(PlanError, match="this machine was not measured yet: run `ditile calibrate`"):
-        plan_for("shapes-pixart")
-
-
-def test_a_kernel_costs_its_host() -> None:
-    """A GPU runs behind its host; a CPU is its own."""
-    work = {next(iter(subject("shapes-flux").transformer_work.blocks[0])): 10}
-
-    def predict_seconds(**changes: Any) -> float:
-        profile = dataclasses.replace(EVEN, **changes)
-        return RooflineDevice(profile).compute_load(work, RankTokens(1, 4, 4, 4, 4)).get_busy_seconds(profile)
-
-    assert predict_seconds(kernel_s=1.0) == pytest.approx(10.0, rel=1e-3)
-    assert predict_seconds(runs_ahead=True) == pytest.approx(predict_seconds())
 
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "data" / "gpu"

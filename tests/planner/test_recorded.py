@@ -17,7 +17,6 @@ from ditile.cli.main import main
 from ditile.model.hooks.block_calls import BlockCalls
 from ditile.model.known import list_known_models
 from ditile.plan import cost
-from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.planner.footprint import LiveBytes
@@ -261,17 +260,6 @@ def test_the_command_plans_a_video(saved: Any, capsys: pytest.CaptureFixture[str
         assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
 
 
-def test_plans_of_every_axis_are_searched(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The plans of the fastest eight have most axes; each of the others can be priced by name."""
-    name = ("--model", "wan2.1-t2v-1.3b", "--hardware", "h100-nvlink", "--steps", "4")
-    searched = {word.partition("=")[0] for plan in plan_as_json(capsys, *name, "--devices", "8", "--json", "-")["plans"]
-                for word in plan["plan"].split()}  # fmt: skip
-    assert {"pipefusion", "distrifusion", "ulysses"} <= searched
-    for plan in ("cfg=2 ulysses=2", "distrifusion=4", "cfg=2 pipefusion=2 patches=2 vae=rows"):
-        answer = plan_as_json(capsys, "--model", str(saved("wan-2.1")[1]), *ASKED, "--price", plan)
-        assert answer["plans"][0]["latency_s"] > 0
-
-
 def test_two_transformers_are_there_twice(saved: Any) -> None:
     """Wan 2.2 holds cfg and stages; a stage has its blocks of both transformers.
 
@@ -304,19 +292,6 @@ def test_a_file_has_the_first_of_two_transformers(saved: Any, offload: str) -> N
     assert first <= second and weights == first + second
     assert (host.kept > 0) is bool(offload) and host.kept == first_host.kept + second_host.kept
     assert first_host.loading < second_host.loading <= host.loading
-
-
-def test_what_a_family_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the table of `ditile models`. A failure means that plans are proposed which the runner refuses."""
-    subject, call = known_subject("qwen-image"), {"prompt": "", **defaults("qwen-image")}
-    holes = {"pipefusion": "has a reason", "ring": "has another"}
-    monkeypatch.setattr("ditile.planner.subject.find_holes", lambda *_: holes)
-    shape = subject.make_call_shape(call)
-    with pytest.raises(PlanError, match="pipefusion=2: QwenImageTransformer2DModel has a reason"):
-        subject.make_plan_job(Plan(pipefusion=2), shape)
-    assert not subject.can_run_plan(Plan(ring=2)) and subject.can_run_plan(Plan(ulysses=2))
-    holes.clear()
-    assert subject.can_run_plan(Plan(ring=2))
 
 
 def test_known_numbers_decide_when_a_call_is_counted() -> None:

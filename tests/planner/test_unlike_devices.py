@@ -58,18 +58,6 @@ def test_shares_by_speed_end_together(axis: str) -> None:
     assert alone / predict(EVEN, f"{axis} token_weights=2,1") == close
 
 
-def test_heads_and_features_by_speed_end_together() -> None:
-    """Three and one of four heads: what each rank computes alike, and its sums, are a part of the loop."""
-    profile = join_ranks(1.0, 1 / 3)
-    alone = predict(profile, "pipefusion=1")
-    equal = predict(profile, "tensor=2")
-    weighted = predict(profile, "tensor=2 tensor_weights=3,1")
-    assert alone / equal == pytest.approx(2 / 3, rel=0.01)
-    assert alone / weighted == pytest.approx(4 / 3, rel=0.01)
-    # Devices that are alike, with shares that are not.
-    assert alone / predict(EVEN, "tensor=2 tensor_weights=3,1") == pytest.approx(4 / 3, rel=0.01)
-
-
 def test_blocks_by_speed_end_together() -> None:
     """Twelve blocks as eight and four, and the rest of the loss is that of a full pipeline."""
     profile = join_ranks(1.0, 0.5)
@@ -184,20 +172,3 @@ def test_measured_ranks_count_where_they_differ_by_a_tenth(
     # Asked for by name, however little they differ.
     assert load_machine_profile(PlanQuestion(devices_of=str(path))).by_rank
     assert json.loads(path.read_text())["ranks"][1]["speed"] == speed
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"hardware": "rtx-5090,rtx-4091"}, "hardware='rtx-4091' is not known; did you mean rtx-4090?"),
-        ({"hardware": "rtx-5090,rtx-4090", "devices": 3}, "3 devices are asked for, and those of 2 rank(s) are known"),
-        ({"hardware": "rtx-5090,epyc-2-cores"}, "numbers of 2 bytes and epyc-2-cores with numbers of 4"),
-    ],
-)
-def test_what_is_wrong_with_devices_is_said(tmp_path: Path, asked: dict[str, Any], message: str) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(EVEN.to_json())
-    given = {name: str(path) if value == "PROFILE" else value for name, value in asked.items()}
-    with pytest.raises(PlanError) as caught:
-        answer_question(PlanQuestion(**given))
-    assert message in str(caught.value) and "\n" not in str(caught.value)
