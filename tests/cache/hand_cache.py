@@ -32,7 +32,6 @@ class HandCache:
         warmup: synchronous steps of the schedule.
         differences: every one that was looked at.
         skipped: the steps that were left out, by branch and patch.
-        latents: of each patch, as they are now.
         looking: whether only probes are wanted: DistriFusion's patches wait for each other's.
     """
 
@@ -44,7 +43,6 @@ class HandCache:
     steps: int
     place: Place | None = None
     step: int = 0
-    latents: list[Tensor] = field(default_factory=list)
     differences: list[float] = field(default_factory=list)
     skipped: dict[Key, list[int]] = field(default_factory=dict)
     looking: bool = False

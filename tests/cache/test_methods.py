@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import ditile
-from ditile.cache.config import BlockCacheConfig
 from ditile.cache.forecast import Chebyshev
 from ditile.cache.methods.magcache import plan_computed_steps
 from ditile.cache.methods.seacache import read_noise_level
@@ -21,10 +20,7 @@ from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
-from tests.cache.hand_cache import HandCache
 from tests.cache.pictures import skipped
-from tests.parallel.pipefusion.simulated import Case, arguments, distance, pipeline
-from tests.parallel.pipefusion.simulation import simulate
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, make_double, same
 from tests.zoo import ZOO
@@ -182,155 +178,3 @@ def test_ranks_leave_out_what_one_process_does(pool: Pool, name: str, plan: str)
             right, _, _ = wanted[method]
             assert float((latents - right).abs().max() / right.std()) < 1e-6, f"rank {rank}, {method}"
             assert method == "sea" or sent == 0, f"rank {rank} sent {sent} bytes although all know the steps"
-
-
-class HandMask(HandCache):
-    """Steps that are known before: what the blocks added, or a ridge regression of what they returned."""
-
-    def __init__(self, mask: list[int], config: BlockCacheConfig, case: Case) -> None:
-        super().__init__(0, 0, 0.0, 0, case.warmup, case.steps)
-        self.mask, self.config = mask, config
-        self.values: dict[Any, list[tuple[int, Tensor]]] = {}
-
-    def decide(self, branch: int, patches: list[int]) -> bool:
-        keys = [(branch, patch) for patch in patches]
-        read_next = self.step == self.warmup - 1 and self.warmup < self.steps
-        return self.note(keys, not (self.mask[self.step] or read_next or any(key not in self.added for key in keys)))
-
-    def compute(self, blocks: Any, run: Any, words: Any, tokens: Tensor, patches: list[int]) -> Any:
-        words, out = super().compute(blocks, run, words, tokens, patches)
-        for patch in patches:
-            part = out[:, self.place.spans[patch]] if self.place.patch is None else out
-            self.values.setdefault((self.place.branch, patch), []).append((self.step, part))
-        return words, out
-
-    def add(self, words: Any, tokens: Tensor, patches: list[int]) -> tuple[Any, Tensor]:
-        added, out = super().add(words, tokens, patches)
-        if isinstance(self.config, ditile.SpectrumConfig):
-            out = torch.cat([self.regress(self.values[self.place.branch, patch]) for patch in patches], 1)
-        return added, out
-
-    def regress(self, values: list[tuple[int, Tensor]]) -> Tensor:
-        times = 2 * np.array([step for step, _ in values]) / self.steps - 1
-        powers = np.polynomial.chebyshev.chebvander(times, self.config.m)
-        x = np.polynomial.chebyshev.chebvander([2 * self.step / self.steps - 1], self.config.m)
-        weights = x @ np.linalg.solve(powers.T @ powers + self.config.lam * np.eye(self.config.m + 1), powers.T)
-        return sum(w * value for w, (_, value) in zip(weights[0], values, strict=True))
-
-
-class HandSea(HandMask):
-    """The latents of each patch, filtered by themselves; the line through the last two computed steps."""
-
-    def __init__(self, config: ditile.SeaCacheConfig, scheduler: Any, columns: int, case: Case) -> None:
-        super().__init__([], config, case)
-        self.scheduler, self.columns = scheduler, columns
-        self.features: dict[Any, np.ndarray] = {}
-        self.sums: dict[Any, float] = {}
-        self.streaks: dict[Any, int] = {}
-        self.lines: dict[Any, list[tuple[int, Tensor]]] = {}
-
-    def decide(self, branch: int, patches: list[int]) -> bool:
-        keys, config = [(branch, patch) for patch in patches], self.config
-        changes = []
-        for key in keys:
-            feature = self.filter(self.latents[key[1]])
-            before = self.features.get(key)
-            changes.append(None if before is None else (np.abs(feature - before).sum(), np.abs(before).sum()))
-            self.features[key] = feature
-        read_next = self.step == self.warmup - 1 and self.warmup < self.steps
-        forced = self.step < config.retention_steps or self.step >= self.steps - config.cache_end_steps or read_next
-        forced |= any(self.streaks.get(key, 0) >= config.max_consecutive_cached for key in keys)
-        skip = False
-        if None not in changes and not forced:
-            difference = sum(c for c, _ in changes) / sum(s for _, s in changes)
-            totals = [self.sums.get(key, 0.0) + difference for key in keys]
-            self.differences += totals
-            skip = all(total < config.threshold for total in totals)
-        for number, key in enumerate(keys):
-            self.sums[key] = totals[number] if skip else 0.0
-            self.streaks[key] = self.streaks.get(key, 0) + 1 if skip else 0
-        return self.note(keys, skip)
-
-    def filter(self, x: Tensor) -> np.ndarray:
-        grid = x.numpy()
-        grid = grid.reshape(len(grid), -1, self.columns, grid.shape[-1]).transpose(0, 3, 1, 2) if x.ndim == 3 else grid
-        products = getattr(self.scheduler, "alphas_cumprod", None)
-        b = min(max(float(self.scheduler.sigmas[self.step]), 1e-6), 1 - 1e-6)
-        a = 1 - b
-        if products is not None:
-            share = float(products[self.scheduler.timesteps[self.step]])
-            a, b = math.sqrt(share), math.sqrt(1 - share)
-        gain = np.ones(())
-        for dim in (2, 3):
-            clean = 1 / (np.abs(np.fft.fftfreq(grid.shape[dim])) ** 2 + 1e-16)
-            axis = a * clean / (a * a * clean + b * b + 1e-16)
-            gain = gain * (axis[:, None] if dim == 2 else axis)
-        return np.fft.ifft2(np.fft.fft2(grid) * gain / gain.mean()).real
-
-    def compute(self, blocks: Any, run: Any, words: Any, tokens: Tensor, patches: list[int]) -> Any:
-        result = super().compute(blocks, run, words, tokens, patches)
-        for patch in patches:
-            key = (self.place.branch, patch)
-            self.lines[key] = [*self.lines.get(key, []), (self.step, self.added[key][1])][-2:]
-        return result
-
-    def add(self, words: Any, tokens: Tensor, patches: list[int]) -> tuple[Any, Tensor]:
-        kept = dict(self.added)
-        for patch in patches:
-            key = (self.place.branch, patch)
-            (first, before), (last, value) = (self.lines[key] * 2)[-2:]
-            slope = (value - before) / max(last - first, 1)
-            self.added[key] = (self.added[key][0], value + slope * (self.step - last))
-        result = super().add(words, tokens, patches)
-        self.added = kept
-        return result
-
-
-STALE = {
-    "pixart": Case("pixart", 3, 1, STEPS, ranks=(2,)),
-    "flux": Case("flux", 3, 2, STEPS, ranks=(2,)),
-    "distrifusion": Case("pixart", 2, 2, STEPS, ranks=(2,), method="distrifusion"),
-    "distrifusion-flux": Case("flux", 2, 1, STEPS, ranks=(2,), method="distrifusion"),
-}
-
-
-def by_hand(case: Case, config: BlockCacheConfig) -> tuple[Tensor, HandCache]:
-    pipe, call = pipeline(case), arguments(case)
-    if isinstance(config, ditile.SeaCacheConfig):
-        scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
-        sigmas = {"sigmas": [1 - i / case.steps for i in range(case.steps)]}
-        scheduler.set_timesteps(**(sigmas if case.family == "flux" else {"num_inference_steps": case.steps}))
-        cache: HandMask = HandSea(config, scheduler, 6, case)
-    else:
-        rules, _ = config.resolve_for(case.steps, None)
-        cache = HandMask(list(rules.steps_computation_mask), config, case)
-    how = {"method": case.method, "warmup": case.warmup, "patches": case.patches, "cache": cache}
-    return simulate(family=case.family, pipe=pipe, call=call, **how), cache
-
-
-def draw_stale(name: str, config: BlockCacheConfig) -> tuple[Tensor, list[Any]]:
-    case = STALE[name]
-    pipe = ditile.enable_cache(pipeline(case), config)
-    latents = ditile.parallelize(pipe, case.plan(2))(**arguments(case)).images
-    return latents, [report.to_dict() for report in caching.summary(pipe, logging=False)]
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", STALE)
-def test_stale_keys_and_methods_are_those_of_the_simulation(pool: Pool, name: str, method: str) -> None:
-    """A failure: a patch was decided on by another's latents, or forecast from another's values."""
-    case, config = STALE[name], METHODS[method]
-    for threshold in (0.2, 0.1, 0.4, 0.05, 0.8, 0.025) if method == "sea" else (None,):
-        if threshold is not None:
-            config = config.reset(threshold=threshold)
-        wanted, cache = by_hand(case, config)
-        margin = min((abs(d - threshold) for d in cache.differences), default=1.0) if threshold else 1.0
-        if any(cache.skipped.values()) and margin > 1e-3:
-            break
-    else:
-        pytest.fail(f"no threshold tells the steps apart: {cache.differences}")
-    for rank, (latents, [report]) in enumerate(pool.run(draw_stale, 2, name, config)):
-        for each in report["decisions"]:
-            key = (each["branch"], each["patch"])
-            assert each["skipped"] == cache.skipped.get(key, cache.skipped[key[0], 0]), f"rank {rank}, {key}"
-        assert distance(latents, wanted) < 1e-6, f"rank {rank}"

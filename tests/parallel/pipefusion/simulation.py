@@ -120,7 +120,7 @@ def simulate(
     with hand_attention(model, place) as layers:
         for step, t in enumerate(scheduler.timesteps):
             if cache is not None:
-                cache.step, cache.latents = step, x
+                cache.step = step
             if step in left_out:
                 for p in range(patches):
                     sums = [w * prediction for w, prediction in zip(left_out[step], made[p], strict=False)]
