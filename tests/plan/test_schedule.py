@@ -97,15 +97,6 @@ def test_bounds_by_hand() -> None:
     assert bound_speedup(PatchSchedule(**base, mode="sequence")) == pytest.approx(20 / 10.125)
 
 
-def test_useful_share_is_the_papers() -> None:
-    """Without warmup and with M >= N, the stages compute M S / (M S + N - 1) of the time (arXiv 2405.14430)."""
-    for stages, steps in itertools.product(UP_TO_8, UP_TO_8):
-        for patches in range(max(stages, 2), 9):
-            spans = simulate_schedule(PatchSchedule(stages, patches, steps, 0))
-            useful = sum(span.end - span.start for span in spans) / (stages * end(spans))
-            assert useful == pytest.approx(patches * steps / (patches * steps + stages - 1))
-
-
 @settings(deadline=None)
 @given(schedules(), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_no_deadlock_in_any_order(schedule: PatchSchedule, calls: int, random: object) -> None:
@@ -132,17 +123,6 @@ def test_no_deadlock_in_any_order(schedule: PatchSchedule, calls: int, random: o
             assert name(message) == name(op), f"stage {stage} expects {op} and gets {message}"
     assert not any(programs), f"stages wait at {[program[0] if program else None for program in programs]}"
     assert not any(channels.values()), "messages that nobody takes"
-
-
-@settings(deadline=None)
-@given(schedules(), st.integers(1, 3))
-def test_simulation_ends(schedule: PatchSchedule, calls: int) -> None:
-    """`simulate_schedule` raises if stages wait for each other; it runs every op of every stage once, in order."""
-    spans = simulate_schedule(schedule, calls=calls)
-    for stage in range(schedule.stages):
-        mine = [span for span in spans if span.stage == stage]
-        assert [span.op for span in mine] == list(schedule.iter_program(stage, calls))
-        assert all(before.end <= after.start for before, after in itertools.pairwise(mine))
 
 
 def name(op: Op) -> tuple[int, int, int, int | None]:

@@ -11,22 +11,17 @@ from typing import Any
 import pytest
 
 from ditile.model.hooks.overrides import list_parameter_names
-from ditile.model.known import CONFIGS, list_known_models
+from ditile.model.known import CONFIGS
 from ditile.model.pipeline_calls import read_guidance_rule
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.planner.hardware import load_profile
 from ditile.planner.question import PlanQuestion
 from ditile.planner.recording.recorded import read_prompt_table
-from ditile.planner.search import SearchRequest, iterate_plans, make_pricer
 from ditile.planner.subject import PlanSubject
-from ditile.runner.model_files import defaults
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.preflight import check_request_by_files
-from ditile.runner.runner import parallelize
-from tests.pool import on_ranks
 from tests.zoo import ZOO
 from tests.zoo.page import read_families
 
@@ -131,25 +126,6 @@ def test_a_call_without_a_negative_prompt_is_planned_as_one_branch(qwen: str) ->
     assert count_branches(negative_prompt="a square", true_cfg=1.0) == 1
 
 
-def test_each_branch_may_have_its_ranks() -> None:
-    """LTX-2 makes four predictions a step, two of them in one call.
-
-    A failure means that four ranks are priced as two, or that a plan is offered with fewer branches than groups."""
-    folder = next(model.folder for model in list_known_models() if model.name == "ltx-2")
-    subject, profile = PlanSubject.from_configs("ltx-2", folder), load_profile("h100-nvlink")
-    call = {"prompt": "", **defaults("ltx-2")}
-    shape = subject.make_call_shape(call, profile.element_size)
-    assert shape.calls == 4 and shape.call_rows == (2, 1, 1)
-    pricer = make_pricer(subject, call, profile)
-    one, *shared = (
-        pricer.price_call(subject.make_plan_job(Plan(cfg=cfg), shape)).latency_s / shape.steps for cfg in (1, 2, 3, 4)
-    )
-    assert [one / each for each in shared] == pytest.approx([2, 2, 4], rel=0.1)
-    plans = list(iterate_plans(subject, shape, SearchRequest(devices=8)))
-    assert {plan.cfg for plan in plans} == {1, 2, 4}
-    assert all(plan.cfg < 4 for plan in plans if plan.keeps_calls)
-
-
 def test_branches_that_are_not_there_are_refused_by_the_files(qwen: str) -> None:
     """In one line that says what works. A failure means that weights are loaded first."""
     wanted, plan = GenerateOptions(model=qwen, prompt="a red circle"), Plan(cfg=2)
@@ -164,20 +140,3 @@ def test_branches_that_are_not_there_are_refused_by_the_files(qwen: str) -> None
     facts = collect_call_facts(type(ZOO["flux-2-klein"].make()), {"is_distilled": True})
     with pytest.raises(PlanError, match="its guidance is embedded or distilled; use cfg=1"):
         facts.check_cfg(plan, {"guidance_scale": 4.0})
-
-
-@on_ranks(2)
-def test_a_runner_refuses_a_call_before_its_first_step() -> None:
-    """And draws the next one. A failure means that a group of ranks is lost by a prompt that was forgotten."""
-    pipe = ZOO["qwen-image"].make()
-    call = ZOO["qwen-image"].call()
-    alone = {name: value for name, value in call.items() if not name.startswith("negative_")}
-    ran: list[None] = []
-    pipe.transformer.register_forward_pre_hook(lambda *_: ran.append(None))
-    runner = parallelize(pipe, Plan(cfg=2), trust_code=True)
-    ran.clear()
-    with pytest.raises(PlanError, match="give negative_prompt"):
-        runner(**alone)
-    assert not ran
-    runner(**call)
-    assert ran

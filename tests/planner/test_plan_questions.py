@@ -29,15 +29,6 @@ from tests.planner.test_planner import EVEN, call, subject
 FLUX = "--model flux.1-dev --hardware l40-pcie"
 
 
-@pytest.mark.parametrize(
-    ("model", "devices", "hosts"), [("flux.1-dev", 8, 4), ("flux.1-dev", 16, 16), ("pixart-sigma", 32, 4)]
-)
-def test_hosts_of_few_devices_have_plans(model: str, devices: int, hosts: int) -> None:
-    """A failure means that some product of degrees over hosts has no price."""
-    question = PlanQuestion(model=model, hardware="l40-pcie", devices=devices, hosts=hosts, interlink="10Gbit")
-    assert answer_question(question).result.prices
-
-
 @pytest.mark.parametrize("text", ["ring=2 tensor=4", "distrifusion=2 tensor=4", "ulysses=2 tensor=4"])
 def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -> None:
     """Ranks with other tokens are on the other host. A failure means that a gather between hosts costs nothing."""
@@ -123,17 +114,6 @@ def test_the_answer_says_what_a_host_must_hold(capsys: pytest.CaptureFixture[str
     assert "warning: while they load, the ranks of a host need up to 43.81 GB of its memory, and there are 42" in shown
 
 
-def test_text_encoders_are_split_where_their_parts_are_known(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of FLUX.1, and not those of Qwen-Image and Wan. A failure means that `--plan auto` chooses what is refused
-    when the encoders are loaded."""
-    for name, splits in (("flux.1-dev", True), ("qwen-image", False), ("wan2.2-t2v-14b", False), ("ltx-2", False)):
-        one = PlanSubject.from_configs(name, CONFIGS / name)
-        assert (("text", "split") in one.memory_saving_options) == splits
-    words = ["plan", "--model", "qwen-image", "--hardware", "h100-nvlink", "--price", "ulysses=2 text=split"]
-    assert main(words) == 2
-    assert "text=split cannot cut a Qwen2_5_VLForConditionalGeneration" in capsys.readouterr().err
-
-
 TURBO = "shapes-flux-turbo"
 
 
@@ -157,16 +137,6 @@ def test_how_stages_share_synchronous_steps(profile: Profile, warmup: int | None
     search = PlanSearch(one, arguments, profile, SearchRequest(devices=4, warmup=warmup))
     others = list(search.iterate_other_warmups(one.make_plan_job(plan, shape)))
     assert others == [dataclasses.replace(plan, warmup_mode=mode)]
-
-
-def test_the_price_of_auto_is_that_of_what_it_takes() -> None:
-    one, arguments = subject(TURBO), call(TURBO)
-    pricer, shape = make_pricer(one, arguments, slow_down(1e9)), one.make_call_shape(arguments, 4)
-    auto, taken = (
-        pricer.price_call(one.make_plan_job(Plan.parse(f"pipefusion=4 patches=4 {rest}"), shape))
-        for rest in ("warmup_mode=auto", "warmup=2 warmup_mode=sequence")
-    )
-    assert dataclasses.replace(auto, plan=taken.plan) == taken
 
 
 def test_text_and_decode_are_in_the_call() -> None:

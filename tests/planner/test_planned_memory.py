@@ -13,16 +13,12 @@ import torch.distributed as dist
 from PIL import Image
 
 from ditile.model.hooks.placeholders import init_on_meta_device
-from ditile.model.known import CONFIGS
 from ditile.plan import cost
-from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.planner import hardware
-from ditile.planner.choose import answer_question
 from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_host_memory, count_rank_memory
-from ditile.planner.question import PlanQuestion
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
 from ditile.runner.runner import parallelize
@@ -221,27 +217,3 @@ def test_foretold_bytes_and_tokens_are_counted(pool: Pool, subject_of: Any, name
             if job.plan.references is not None:
                 assert tokens == job.image_layout.count_reference_tokens() == shape.references
                 assert steps == [step for step in range(REFERENCE_STEPS) if schedule.computes_references(step)]
-
-
-KNOWN = [
-    ("flux.1-kontext-dev", ["1024x1024"], 4096, Grid(128, 64)),
-    ("flux.1-kontext-dev", ["500x900"], (752 // 16) * (1392 // 16), Grid(64 * 64 + 47 * 87, 1)),  # its own sizes
-    ("flux.2-dev", ["1024x1024", "640x512"], 4096 + 40 * 32, Grid(2 * 4096 + 1280, 1)),
-    ("flux.2-klein-4b", ["512x512"], 1024, Grid(4096 + 1024, 1)),
-    ("qwen-image-edit", ["1024x1024"], 4096, Grid(2 * 4096, 1)),
-    ("qwen-image-edit-2511", ["1024x1024", "64x64"], 2 * 4096, Grid(3 * 4096, 1)),  # each has a megapixel
-]
-
-
-@pytest.mark.parametrize(("name", "pictures", "references", "grid"), KNOWN)
-def test_pictures_of_published_models_have_their_tokens(
-    name: str, pictures: list[str], references: int, grid: Grid
-) -> None:
-    """By hand. A failure means that an edit is priced as if it had fewer pictures."""
-    question = PlanQuestion(model=name, hardware="h200-nvlink", image=tuple(pictures), devices=1, steps=20)
-    answer = answer_question(question)
-    assert (answer.call["references"], answer.call["pictures"]) == (references, len(pictures))
-    assert f"{references} tokens of references" in answer.describe_call()
-    subject = PlanSubject.from_configs(name, CONFIGS / name, ["image"])
-    shape = subject.make_call_shape(question.fill_call_arguments() | subject.bind_pictures(question.read_pictures()))
-    assert (shape.grid, shape.references, shape.text) == (grid, references, 512)

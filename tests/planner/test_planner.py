@@ -32,7 +32,6 @@ from ditile.planner.search import PlanSearch, SearchRequest, iterate_plans, make
 from ditile.planner.seconds import RankTokens, merge_work
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import find_model_source
-from ditile.runner.weights.prequantized import StoredWeights
 
 RATE = Curve((1.0,), (1e9,))
 EVEN = Profile(
@@ -123,47 +122,6 @@ def test_plans_are_legal_and_distinct() -> None:
     for name in ("pipefusion", "ring", "gather", "distrifusion", "ulysses", "tensor"):
         assert any(getattr(plan, name) > 1 for plan in result), name
     assert not any(plan.cfg > 1 or plan.data > 1 for plan in result), "one image, and embedded guidance"
-
-
-def test_keys_gathered_once_win_on_two_ranks() -> None:
-    """In place of Ulysses' two exchanges, and by far with grouped-query heads, which gather sends a quarter of.
-
-    A failure means that the planner knows neither the exchanges of an axis nor which heads share a key."""
-    profile = hardware.load_profile("l40-pcie")
-    seconds: dict[tuple[str, str], float] = {}
-    for name in ("flux.1-dev", "krea-2-turbo"):
-        one, arguments = subject(name), call(name)
-        shape = one.make_call_shape(arguments, profile.element_size)
-        for axis in ("ulysses", "ring", "gather"):
-            job = one.make_plan_job(Plan(**{axis: 2}), shape)
-            price = make_pricer(one, arguments, profile).price_call(job)
-            seconds[name, axis] = price.exposed_s
-            if name == "krea-2-turbo":
-                assert job.plan_rank(0).key_heads * 4 == job.plan_rank(0).heads
-        assert seconds[name, "gather"] < seconds[name, "ulysses"]
-    assert seconds["krea-2-turbo", "gather"] < 0.5 * seconds["krea-2-turbo", "ulysses"]
-    one, arguments = subject("krea-2-turbo"), call("krea-2-turbo")
-    wanted = SearchRequest(devices=2, exact=True)
-    best = PlanSearch(one, arguments, profile, wanted).find_fastest_plans().prices[0]
-    assert best.plan.gather == 2, best.plan
-
-
-@pytest.mark.parametrize(("link", "is_packed"), [("1Gbit", True), (None, False)])
-def test_messages_are_packed_where_it_is_allowed_and_saves_time(link: str | None, is_packed: bool) -> None:
-    """A failure means that images change for nothing, or that a slow link sends more than it must."""
-    one, arguments = subject("flux.1-dev"), call("flux.1-dev")
-    profile = hardware.load_profile("l40-pcie" if link else "h100-nvlink", link)
-    request = SearchRequest(devices=2, hosts=2 if link else 1, exact=True)
-    exact, allowed = (
-        PlanSearch(one, arguments, profile, asked).find_fastest_plans().prices
-        for asked in (request, dataclasses.replace(request, wire_dtype="residual4"))
-    )
-    assert all(price.plan.wire_dtype is None for price in exact)
-    packed = [price for price in allowed if price.plan.wire_dtype is not None]
-    assert bool(packed) == is_packed
-    for price in packed:
-        whole = next(each for each in exact if each.plan == dataclasses.replace(price.plan, wire_dtype=None))
-        assert price.latency_s <= 0.9 * whole.latency_s
 
 
 def test_memory_falls_with_the_stages_and_is_said_when_it_lacks() -> None:
@@ -305,23 +263,6 @@ def load_alone_profile() -> Profile:
     return dataclasses.replace(profile, link=dataclasses.replace(profile.link, latency_s=0.0, bandwidth=1e18))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("plan", ["pipefusion=4 patches=4", "ulysses=4", "tensor=4", "distrifusion=4"])
-def test_an_h200_is_priced_as_its_ranks_were_measured(plan: str) -> None:
-    """Steps of FLUX.1's sizes at 1024 px, which the host of an H200 limits under each of these plans.
-
-    A failure means that `ditile plan` promises several GPUs a speed-up that their hosts cannot follow."""
-    rows = [json.loads(line) for line in (MEASURED / "h200-alone.jsonl").read_text().splitlines()]
-    wanted = {"plan": plan, "px": 1024, "rank": 0}
-    eager = [row for row in rows if wanted.items() <= row.items() and not row.keys() & {"cuda_graphs", "compile"}]
-    (measured,) = [row["step_s"] for row in eager if row["part"] == "alone"]
-    one = subject("flux.1-dev")
-    size = {"height": 1024, "width": 1024, "num_inference_steps": 20, "guidance_scale": 3.5}
-    pricer = make_pricer(one, size, load_alone_profile())
-    job = one.make_plan_job(Plan.parse(plan), one.make_call_shape(size, 2))
-    assert pricer.price_call(job).latency_s / 20 == pytest.approx(measured, rel=0.25)
-
-
 RECORDED_RANKS = [
     (1024, "data=1"), (1024, "pipefusion=4 patches=4"), (1024, "pipefusion=8 patches=8"), (1024, "ulysses=4"),
     (1024, "ulysses=8"), (1024, "ring=4"), (1024, "distrifusion=4"),
@@ -346,38 +287,3 @@ def test_recorded_steps_are_priced_as_their_ranks_were_measured(side: int, plan:
     last_step_ops = ops.schedule.iter_step_ops(0, 19, job.count_calls_in_step(19))
     priced = sum(ops.get_op_seconds(0, op, free=False) for op in last_step_ops)
     assert priced == pytest.approx(measured, rel=0.125)
-
-
-@pytest.mark.parametrize("text", ["pipefusion=2 patches=2", "tensor=2"])
-def test_weights_of_gguf_are_unpacked_in_each_call(text: str) -> None:
-    """A failure means that a plan of quantized weights is priced as one of plain weights, computed or on their way."""
-    pytest.importorskip("gguf")
-    flux = subject("flux.1-dev")
-    weights = flux.parameter_counts
-    numbers = weights.shared + sum(weights.blocks)
-    # As many weights as a file of it has, in Q8_0: 34 bytes for 32 numbers.
-    stored = StoredWeights(numbers, 0, numbers // 32 * 34, {"Q8_0": (numbers, 500)})
-    packed = dataclasses.replace(flux, stored={"transformer": stored})
-    asked, profile = call("flux.1-dev", num_inference_steps=4), hardware.load_profile("rtx-4090")
-    plan = Plan.parse(text)
-    job = flux.make_plan_job(plan, flux.make_call_shape(asked, 2))
-    plain, unpacking = (OpPricer(make_pricer(one, asked, profile), job, CacheSkips()) for one in (flux, packed))
-    op = Op(OpKind.COMPUTE, 2, 0 if plan.pipefusion > 1 else None)
-    micro = plain._make_micro_step(op)
-    loads = [ops.compute_stage_load(ops._ranks[0].take_share(micro), op) for ops in (plain, unpacking)]
-    own = weights.shared + sum(weights.blocks[block] for block in job.stages[0])
-    # Scales and bytes are read and halves written; these are read, and bfloat16 is written.
-    num_bytes = (2 / 32 + 1 + 2) + (2 + 2)
-    rate = profile.pointwise["pointwise"].interpolate(numbers * num_bytes / 1000)
-    seconds = own * num_bytes / rate + 1000 * own / numbers * profile.kernel_gap_s
-    assert loads[1].device - loads[0].device == pytest.approx(seconds / plan.tensor)
-    assert loads[1].host - loads[0].host == pytest.approx(1000 * own / numbers * profile.kernel_s)
-    away = flux.make_plan_job(dataclasses.replace(plan, offload="blocks"), job.shape)
-    ways = [OpPricer(ops._basis, away, CacheSkips())._get_offload_seconds(0) for ops in (plain, unpacking)]
-    assert ways[1] / ways[0] == pytest.approx(34 / 32 / 2)
-    # Of two transformers in turns, whichever has the file, half of the calls unpack.
-    for name in ("transformer", "transformer_2"):
-        turns = dataclasses.replace(flux, stored={name: stored}, models=2)
-        half = OpPricer(make_pricer(turns, asked, profile), job, CacheSkips())
-        added = half.compute_stage_load(half._ranks[0].take_share(micro), op).device - loads[0].device
-        assert added == pytest.approx(seconds / plan.tensor / 2)

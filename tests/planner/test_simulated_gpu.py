@@ -220,7 +220,7 @@ PLANTED: dict[str, tuple[type, str, Callable[..., Any], str]] = {
 
 
 def simulate_tiny_rank(rank: int, planted: tuple[type, str, Callable[..., Any], str] | None = None) -> SimulationRecord:
-    """What one stage of two alone does, to which the other sends what nobody knows."""
+    """What one stage of two alone does, to which the other sends zeros."""
     plan, gpu = Plan.parse("pipefusion=2 patches=2"), SimulatedGpu(rank)
     bug = nullcontext() if planted is None else mock.patch.object(*planted[:3])
     with simulate_gpu(gpu, SimulatedMessages(gpu, rank, plan.world)), torch.no_grad(), bug:
@@ -240,8 +240,6 @@ def test_planted_bugs_are_found(bug: str):
     records = [simulate_tiny_rank(rank, planted) for rank in range(2)]
     found = {finding.kind for record in records for finding in record.findings}
     waited = {each.partition(" at ")[0] for record in records for each in list_late_syncs(record)}
-    # A number that is not known ends the call.
-    waited |= {sync.kind for record in records for sync in record.syncs if sync.site.startswith("ditile/parallel")}
     assert planted[3] in found | waited
 
 

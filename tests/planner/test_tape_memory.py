@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from unittest import mock
 
@@ -12,25 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-import ditile
-from ditile.cache.config_text import parse_cache_line
 from ditile.distributed.recording.tape import Action
 from ditile.model.recording.first_play import FirstPlay
 from ditile.parallel.pipefusion.step_agreement import StepAgreement
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import Op, OpKind
 from ditile.planner import hardware
 from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_rank_memory
-from ditile.planner.ops import OpPricer
-from ditile.planner.profile import Profile
-from ditile.planner.search import make_pricer, predict_skipped_steps
+from ditile.planner.search import make_pricer
 from ditile.runner.runner import parallelize
 from ditile_lab.bench.cells import BenchCell
 from ditile_lab.bench.options import Workload
 from ditile_lab.bench.session import count_weight_bytes
 from ditile_lab.bench.subjects import RandomSubject
-from tests.pool import Pool, on_ranks
+from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
 
 MODELS = {"pixart": "random-pixart blocks=4 heads=8 head_dim=32", "flux": "random-flux blocks=6 heads=4 head_dim=64"}
@@ -120,52 +114,3 @@ def test_the_memory_of_tapes_is_planned(pool: Pool, family: str, text: str) -> N
     result = pool.run(measure_recorded_call, world, family, text)
     needed, planned = (max(numbers) for numbers in zip(*result, strict=True))
     assert planned == pytest.approx(needed, rel=0.1), f"{needed / 1e6:.1f} MB, planned {planned / 1e6:.1f} MB"
-
-
-MODEL = "random-flux blocks=6 heads=4 head_dim=32"
-SEGMENT_SIDE = 128
-
-
-def make_profile_of_segments() -> Profile:
-    """A GPU on which nothing takes time but segments, of a second each."""
-    gpu = hardware.load_profile("h200-nvlink")
-    link = dataclasses.replace(gpu.link, latency_s=0.0, bandwidth=1e18, call_s=0.0)
-    return dataclasses.replace(gpu, link=link, segment_s=1.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("ulysses=2", "none"),
-        ("ring=2", "none"),
-        ("tensor=2", "none"),
-        ("distrifusion=2", "none"),
-        ("pipefusion=2 patches=2", "none"),
-        # Its rules compute the second step from the end.
-        ("ulysses=2", "F=1 W=1 R=1 MC=1"),
-        ("tensor=2", "F=1 W=1 R=1 MC=1"),
-    ],
-)
-@on_ranks(2)
-def test_segments_are_priced_as_they_are_recorded(text: str, line: str) -> None:
-    """A failure means that a message has become dearer, or that the planner counts on fewer."""
-    subject = RandomSubject(Workload(model=MODEL, steps=STEPS, output="latent"), MODEL)
-    plan = Plan.parse(text)
-    cell = BenchCell(str(plan), "", SEGMENT_SIDE, SEGMENT_SIDE)
-    cache = parse_cache_line(line)
-    with record_on_cpu() as made:
-        pipe = subject.create_pipeline(plan)
-        if cache["cache_config"] is not None:
-            ditile.enable_cache(pipe, **cache)
-        runner = parallelize(pipe, plan, device="cpu", cuda_graphs=True)
-        for _ in range(2):
-            runner(**subject.make_call_arguments(runner.pipe, cell, torch.device("cpu")))
-    most = max(call.tape.num_segments for call in made[0]._tapes._calls.values() if call.tape is not None)
-    job = subject.make_cost_job(cell)
-    arguments = subject.make_planning_arguments(cell)
-    pricer = make_pricer(subject.planner_subject, arguments, make_profile_of_segments(), records=True)
-    patch = 0 if plan.pipefusion > 1 else None
-    op = Op(OpKind.COMPUTE, STEPS - 2, patch)
-    skips = predict_skipped_steps(cache["cache_config"], STEPS, 0.0)
-    seconds = OpPricer(pricer, job, skips).get_op_seconds(runner.mesh.stage_index, op, free=False)
-    assert seconds == pytest.approx(most, abs=0.1)

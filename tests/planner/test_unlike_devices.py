@@ -58,17 +58,6 @@ def test_shares_by_speed_end_together(axis: str) -> None:
     assert alone / predict(EVEN, f"{axis} token_weights=2,1") == close
 
 
-def test_blocks_by_speed_end_together() -> None:
-    """Twelve blocks as eight and four, and the rest of the loss is that of a full pipeline."""
-    profile = join_ranks(1.0, 0.5)
-    equal = predict(profile, "pipefusion=2 patches=4")
-    weighted = predict(profile, "pipefusion=2 patches=4 stage_weights=2,1")
-    assert equal / weighted > 1.2
-    # The last rank is the slow one, or the first.
-    reverse = predict(join_ranks(0.5, 1.0), "pipefusion=2 patches=4 stage_weights=1,2")
-    assert reverse == pytest.approx(predict(join_ranks(1.0, 2.0), "pipefusion=2 patches=4 stage_weights=1,2") * 2)
-
-
 def test_the_search_gives_each_device_its_share() -> None:
     """A failure means that two cards are as fast as two of the slower kind."""
     profile = hardware.load_profile("rtx-5090,rtx-4090")
