@@ -22,7 +22,7 @@ from ditile.distributed.backend import PEER_TIMEOUT, pick_device
 from ditile.distributed.launch import _set_up_process_group as join_launched
 from ditile.distributed.mesh import Communicators, build_mesh, make_subgroup
 from ditile.distributed.torchrun import join_process_group
-from ditile.plan.errors import PlanError, StateError
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 from ditile.runner import runner
 from ditile_lab.study.prove import StillScheduler
@@ -179,37 +179,6 @@ def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.
     assert happened == ["cuda:1", "group", "cuda:1", "group"]
 
 
-class NCCLOptions:
-    """`ProcessGroupNCCL.Options`, which torch without CUDA lacks."""
-
-    def __init__(self) -> None:
-        self.config = SimpleNamespace()
-
-
-def test_messages_between_stages_take_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that a posted receive keeps many, or that exchanges within a layer get few."""
-    made = list[Any]()
-    groups, limit = Communicators(), datetime.timedelta(seconds=7)
-    for name, value in (
-        ("get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
-        ("is_nccl_available", lambda: True),
-        ("ProcessGroupNCCL", SimpleNamespace(Options=NCCLOptions)),
-        ("new_group", lambda ranks, timeout, backend, pg_options=None: made.append(pg_options)),
-        ("get_rank", lambda: 9),
-        ("group", SimpleNamespace(WORLD=None)),
-    ):
-        monkeypatch.setattr(dist, name, value, raising=False)
-    monkeypatch.setattr("ditile.distributed.mesh._read_world_timeout", lambda: limit)
-    for purpose in ("latents", "links", "even links", "odd links", "ulysses"):
-        groups.get_or_make_group(purpose, (0, 1), None)
-    *links, ulysses = made
-    assert [(each.config.max_ctas, each._timeout) for each in links] == [(backend.LINK_CTAS, limit)] * 4
-    assert ulysses is None
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)  # a build without CUDA
-    groups.get_or_make_group("latents", (0, 2), None)
-    assert made[-1] is None
-
-
 @contextmanager
 def batches() -> Iterator[list[tuple[str, int]]]:
     """The messages of the batches that are started, with their peers, as if a GPU's."""
@@ -302,26 +271,6 @@ def test_groups_wait_as_long_as_that_of_all_ranks() -> None:
     mesh.close_groups()
     everyone, *others = limits
     assert everyone not in (datetime.timedelta(minutes=30), None) and set(others) == {everyone}
-
-
-def test_ranks_that_cannot_connect_say_what_to_set(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A failure would mean a traceback of torch's between hosts, no word of the interface, or a plan that is blamed."""
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise RuntimeError("Gloo connectFullMesh failed: Connection refused\nand more")
-
-    monkeypatch.setattr(dist, "rendezvous", refused)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(StateError, match="rank 1 of 2 cannot connect .* set GLOO_SOCKET_IFNAME") as caught:
-        build_mesh(Plan(pipefusion=2))
-    assert "\n" not in str(caught.value)
-    for command in ("verify", "generate a-circle"):
-        assert main([*command.split(), "--pipefusion", "2", "--model", "shapes-flux"]) == 2, command
-    said = capsys.readouterr().err
-    assert said.count("cannot connect") == 2 and "not proven" not in said
 
 
 def test_a_host_s_numbers_go_by_nccl_where_there_is_no_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

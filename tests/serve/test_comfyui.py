@@ -96,21 +96,6 @@ def test_no_input_is_a_key() -> None:
     assert not {name for name in names if "key" in name or "token" in name or "path" in name}
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("api_workflows/*.json")), ids=lambda path: path.stem)
-def test_a_workflow_for_the_api_fits_the_nodes(path: Path) -> None:
-    flow = json.loads(path.read_text("utf-8"))
-    for each in flow.values():
-        kind, given = each["class_type"], each["inputs"]
-        wires = {name: value for name, value in given.items() if isinstance(value, list)}
-        outputs = {name: find_outputs(flow[source]["class_type"])[k] for name, (source, k) in wires.items()}
-        if kind in CORE:
-            assert list(outputs.values()) == CORE[kind][0]
-            continue
-        inputs = {name: definition[0] for name, definition, _ in list_inputs(NODES[kind])}
-        assert set(given) <= set(inputs) and all(inputs[name] == output for name, output in outputs.items())
-        assert {name for name, _, required in list_inputs(NODES[kind]) if required} <= set(given)
-
-
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("example_workflows/*.json")), ids=lambda path: path.stem)
 def test_an_example_fits_the_nodes(path: Path) -> None:
     """The links of both ends agree, and each widget has its value: a browser sets them by their order."""

@@ -218,26 +218,3 @@ def test_nodes_that_go_round_a_step_have_their_effect(comfy: SimpleNamespace) ->
         assert (run(remote) - expected).abs().max() <= TOLERANCE * expected.abs().max(), name
         without = plain[8 if name == "cache" else STEPS]
         assert (expected - without).abs().max() > 100 * TOLERANCE * expected.abs().max(), name
-
-
-@torch.inference_mode()
-def test_comfyuis_own_ways_to_weights_are_refused(comfy: SimpleNamespace) -> None:
-    """A LoRA, a merge and a checkpoint of a model whose weights are elsewhere; its own LoRAs travel with each call."""
-    pair = PAIRS["flux"]
-    connection = LocalConnection(build_transformer(pair))
-    remote = comfy.node.load_model(lambda: connection)
-    sd = importlib.import_module("comfy.sd")
-    error = importlib.import_module(f"{PACKAGE}.forward_families").FamilyError
-    merge = importlib.import_module("comfy_extras.nodes_model_merging").ModelMergeSimple()
-    with pytest.raises(error, match="use ditile LoRA"):
-        sd.load_lora_for_models(remote.clone(), None, {}, 0.8, 0.0)
-    with pytest.raises(error, match="cannot be merged"):
-        merge.merge(remote, remote, 0.5)
-    with pytest.raises(error, match="cannot be saved"):
-        remote.model.state_dict_for_saving()
-    with_lora = comfy.node.add_lora(comfy.node.add_lora(remote, "fox", 0.5), "owl", 1.0)
-    draw(comfy, with_lora, pair)
-    assert connection.loras == [("fox", 0.5), ("owl", 1.0)]
-    draw(comfy, remote, pair)
-    assert connection.loras == []
-    assert remote.memory_required([1, 16, 128, 128]) == 0

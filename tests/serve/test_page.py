@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import re
 import shutil
 import threading
@@ -13,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
-from tests.serve.running import run_server
 from tests.serve.servers import Served, paint_picture, read_error, serve_painted
 
 CHROMIUM = shutil.which("chromium")
@@ -211,20 +208,6 @@ def test_it_shows_steps_previews_and_an_image_that_can_be_downloaded(tab: Any, s
 
 
 @needs_browser
-def test_an_image_and_a_lora_go_in(tab: Any, served: Served, tmp_path: Path) -> None:
-    """A failure would mean a form that asks for another image than it shows."""
-    start = tmp_path / "start.png"
-    Image.new("RGB", (96, 64), (0, 0, 200)).save(start)
-    tab.get_by_label("Start from an image").set_input_files(start)
-    begin_drawing(tab, Steps="4", LoRA="ink:0.5", Strength="0.4", Guidance="2.5")
-    tab.get_by_text("Generated.").wait_for()
-    job = served.group.batches[-1].jobs[0]
-    assert job.request.loras == {"ink": 0.5} and job.request.options.guidance == 2.5
-    assert job.request.options.strength == 0.4
-    assert Image.open(io.BytesIO(job.inputs["image"])).size == (96, 64)
-
-
-@needs_browser
 def test_cancel_ends_the_job_and_a_refusal_is_shown(tab: Any, served: Served) -> None:
     """A failure would leave ranks at work that nobody waits for, or a person without a word."""
     served.group.pace = 0.3
@@ -235,18 +218,3 @@ def test_cancel_ends_the_job_and_a_refusal_is_shown(tab: Any, served: Served) ->
     tab.wait_for_function("fetch('health').then((answer) => answer.json()).then((health) => health.running === 0)")
     begin_drawing(tab, Steps="0")
     tab.get_by_role("alert").filter(has_text="try num_inference_steps=20").wait_for()
-
-
-@needs_browser
-def test_a_video_is_drawn_by_ranks_and_plays(key_file: Path, browser: Any, tmp_path: Path) -> None:
-    """With the page of a process of its own. A failure would mean a page for images alone."""
-    server = run_server("shapes-wan", "--api-key", str(key_file), state=tmp_path / "state", page=True)
-    with server as running, open_tab(browser, running.url) as page:
-        enter_key(page, KEY)
-        page.get_by_text("shapes-wan").wait_for()
-        assert not page.get_by_label("Images", exact=True).is_visible()
-        begin_drawing(page, Frames="5", Steps="8", Seed="7")
-        page.get_by_text("Generated.").wait_for()
-        page.wait_for_function("document.querySelector('#ditile-gallery video').videoWidth > 0")
-        name, content = download(page)
-        assert name == "shapes-wan-7.mp4" and content[4:8] == b"ftyp"
