@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import logging
 import socket
 import threading
 import time
@@ -105,7 +106,6 @@ def test_connections_without_a_request_make_room(tmp_path: Path, monkeypatch: py
     "content",
     [
         b"GET /health HTT",
-        # A whole request, and the beginning of the next.
         # A request that is refused before its body is there.
         b"POST /health HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 99\r\n\r\n{",
     ],
@@ -171,6 +171,6 @@ def test_an_upgrade_is_an_ordinary_request(tmp_path: Path, caplog: pytest.LogCap
         "sec-websocket-key": "a" * 22,
         "sec-websocket-version": "13",
     }
-    with listen(tmp_path) as (url, _):
+    with caplog.at_level(logging.INFO, "ditile.serve.access"), listen(tmp_path) as (url, _):
         assert httpx.get(f"{url}/health", headers=headers, trust_env=False).status_code == 200
     assert [record.name for record in caplog.records] == ["ditile.serve.access"]

@@ -226,7 +226,8 @@ def test_a_callback_ends_guidance(name: str) -> None:
     # In fp32 the distance would be that of two kernels, which differ by processor.
     pipe = made("sd3")
     wanted = run(pipe, "sd3", **ends())
-    for plan in EXACT:
+    # The user's leaves the prompts of two branches, which one row of latents is multiplied with.
+    for plan in EXACT if name.startswith("SD3") else EXACT[:1]:
         with divided(pipe, **plan) as runner:
             close(run(runner, "sd3", **ends()), wanted, plan)
     for plan in ({"pipefusion": 2, "warmup": TIMED_STEPS}, {"distrifusion": 2, "warmup": 1}):

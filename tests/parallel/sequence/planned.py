@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     Flux2Transformer2DModel,
     LTXVideoTransformer3DModel,
-    Lumina2Transformer2DModel,
     QwenImageTransformer2DModel,
     UniPCMultistepScheduler,
     WanPipeline,
@@ -91,17 +89,6 @@ def flux2(rows: int, columns: int, text: int) -> tuple[Any, Any, dict[str, Any]]
     return model, draw(2, rows * columns, 4), inputs
 
 
-def lumina2(rows: int, columns: int, text: int) -> tuple[Any, Any, dict[str, Any]]:
-    model = Lumina2Transformer2DModel(
-        sample_size=16, patch_size=2, in_channels=4, hidden_size=24, num_layers=2, num_refiner_layers=1,
-        num_attention_heads=6, num_kv_heads=2, multiple_of=16, axes_dim_rope=(2, 2, 0), axes_lens=(128, 128, 128),
-        cap_feat_dim=16,
-    )  # fmt: skip
-    inputs = {"encoder_hidden_states": draw(2, text, 16, seed=1)}
-    inputs["encoder_attention_mask"] = padded(text, text, text // 2)
-    return model, draw(2, 4, 2 * rows, 2 * columns), inputs
-
-
 def wan_transformer() -> WanTransformer3DModel:
     return WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=3, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
@@ -114,20 +101,15 @@ def wan(rows: int, columns: int, text: int) -> tuple[Any, Any, dict[str, Any]]:
     return wan_transformer(), draw(2, 4, 1, 2 * rows, 2 * columns), inputs
 
 
-def from_a_picture(make: Any, rows: int, columns: int, text: int) -> tuple[Any, Any, dict[str, Any]]:
-    """A timestep for each token."""
-    model, latents, inputs = make(rows, columns, text)
-    free = (torch.arange(rows * columns) >= columns).float().expand(2, -1)
-    return model, latents, inputs | {"free": free * torch.tensor([[1.0], [0.5]])}
-
-
 def chronoedit(rows: int, columns: int, text: int) -> tuple[Any, Any, dict[str, Any]]:
+    """A timestep for each token, as from a picture."""
     model, latents, inputs = wan(rows, columns, text)
+    free = (torch.arange(rows * columns) >= columns).float().expand(2, -1)
+    inputs |= {"free": free * torch.tensor([[1.0], [0.5]])}
     return ChronoEditTransformer3DModel.from_config(model.config), latents, inputs
 
 
-MAKE = {"qwen": qwen, "ltx": ltx, "flux2": flux2, "wan": wan, "lumina2": lumina2}
-MAKE |= {f"{make.__name__} from a picture": partial(from_a_picture, make) for make in (ltx, wan, chronoedit)}
+MAKE = {"qwen": qwen, "ltx": ltx, "flux2": flux2, "wan": wan, "chronoedit": chronoedit}
 
 
 def denoising(name: str, rows: int, columns: int, text: int) -> tuple[Denoising, dict[str, Any]]:

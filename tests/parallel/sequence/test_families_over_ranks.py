@@ -28,8 +28,6 @@ from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
 
 TWO = [{"ulysses": 2}, {"ring": 2}, {"gather": 2}]
-UNSEEN = "chronoedit from a picture"
-"""A timestep for each token, which its pipeline never gives it."""
 FOUR = [{"ulysses": 4}, {"ring": 4}, {"gather": 4}, {"ulysses": 2, "ring": 2}]
 
 
@@ -157,7 +155,8 @@ def test_the_users_backend_stays() -> None:
     ("name", "size", "plan", "words"),
     [
         ("wan", (6, 7, 9), {"ulysses": 2, "uaa": False}, ("does not divide", "3 heads", "uaa")),
-        (UNSEEN, (5, 7, 9), {"ulysses": 2}, ("temb with the shape (2, 35, 6, 36)", "data, cfg or tensor")),
+        # A timestep for each token, which its pipeline never gives it.
+        ("chronoedit", (5, 7, 9), {"ulysses": 2}, ("temb with the shape (2, 35, 6, 36)", "data, cfg or tensor")),
         ("ltx", (5, 7, 9), {"ulysses": 2, "uaa": False}, ("35 tokens", "not divided", "uaa")),
         ("wan", (1, 2, 9), {"patches": 3, "pipefusion": 2}, ("2 ", "patches=3")),
         ("wan", (1, 1, 9), {"ring": 2}, ("fewer tokens than the 2 ranks", "larger image")),
