@@ -258,28 +258,21 @@ def _choose_promise_of_question(
     call = question.fill_call_arguments()
     size = {name: call[name] for name in SIZE_ARGUMENTS if call.get(name) is not None}
     is_measured = question.profile is not None or question.hardware is not None or env.find_profile_path().exists()
+    search = None
     if bounds.seconds is None and not is_measured:
-        num_steps = count_loop_steps(count_request_steps(question.make_request()), strength)
-        schedule, path = find_schedule(question.model, num_steps, schedule_path, size)
-        plans = [question.priced_plan or Plan()]
-        return choose_promise(bounds, question.model, num_steps, plans, schedule=schedule, path=path, size=size)
-    search = _prepare_search(question, all_devices=all_devices, exact=bounds.min_psnr is not None)
-    num_steps = count_loop_steps(search.shape.steps, strength)
-    schedule, path = find_schedule(question.model, num_steps, schedule_path, size)
-    if question.priced_plan is not None:
-        plans = [question.priced_plan]
+        num_steps = count_request_steps(question.make_request())
     else:
-        plans = [price.plan for price in search.find_fastest_plans().prices]
-    return choose_promise(
-        bounds,
-        question.model,
-        num_steps,
-        plans,
-        schedule=schedule,
-        path=path,
-        size=size,
-        predict=search.predict_call_seconds,
-    )
+        search = _prepare_search(question, all_devices=all_devices, exact=bounds.min_psnr is not None)
+        num_steps = search.shape.steps
+    num_steps = count_loop_steps(num_steps, strength)
+    schedule, path = find_schedule(question.model, num_steps, schedule_path, size)
+    plans = [question.priced_plan or Plan()]
+    predict = None
+    if search is not None:
+        predict = search.predict_call_seconds
+        if question.priced_plan is None:
+            plans = [price.plan for price in search.find_fastest_plans().prices]
+    return choose_promise(bounds, question.model, num_steps, plans, schedule=schedule, path=path, predict=predict)
 
 
 def _print_on_first_rank(line: str) -> None:

@@ -276,11 +276,6 @@ class VaeScale(NamedTuple):
         return self.first_chunk + chunks * self.chunk
 
     @property
-    def makes_single_frames(self) -> bool:
-        """Return whether one frame is a whole video to it."""
-        return self.first == 1 or not self.frames
-
-    @property
     def counted_frames(self) -> tuple[int, int]:
         """Return two numbers of latent frames, on whose line the numbers of longer videos are."""
         if self.chunk == 1:

@@ -13,27 +13,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ditile.distributed.recording.segments import list_tensors
 from ditile.model.anatomies import build_block_hooks
+from ditile.model.hooks.attention_hooks import AttentionWatch
 from ditile.model.hooks.attention_processors import count_key_repeats
+from ditile.model.hooks.block_calls import make_pass_on
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
-from ditile.model.hooks.overrides import list_parameter_names, match_modules, override_attribute
-from ditile.plan.anatomy import ListAnatomy
+from ditile.model.hooks.overrides import match_modules, override_attribute
 from ditile.plan.errors import DitileError, ModelError, join_error_lines
 from ditile.plan.layout import Grid
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.shape import CallFamily
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
+from ditile.planner.recording.capture import bind_arguments
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]
@@ -302,7 +304,7 @@ class _TrafficRecorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not func.is_view and func.name() not in FREE:
             self.kernels += 1
-            for tensor in (*_iterate_tensors(args), *_iterate_tensors(out)):
+            for tensor in (*list_tensors(args), *list_tensors(out)):
                 # A tensor that is repeated by its strides is read once.
                 self.num_bytes += min(tensor.nbytes, tensor.untyped_storage().nbytes())
         return out
@@ -320,10 +322,15 @@ def _watch_blocks(stack: ExitStack, recorder: _KernelRecorder, hooks: Transforme
         if first == hook.index:
             recorder.watch_modules(stack, hook)
         else:
-            override_attribute(stack, hook.block, "forward", make_passthrough(hook.block, hook.anatomy))
+            forward = partial(_pass_streams_on, hook.block, make_pass_on(hook.anatomy))
+            override_attribute(stack, hook.block, "forward", forward)
         for place in ("block step", "block once"):
             recorder.work.setdefault((place, first), Counter())
         stack.enter_context(recorder.record_module(hook.block, ("block", first)))
+
+
+def _pass_streams_on(block: nn.Module, pass_on: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return pass_on(bind_arguments(block, args, kwargs))
 
 
 def _watch_ends(stack: ExitStack, recorder: _KernelRecorder, hooks: TransformerHooks, family: CallFamily) -> None:
@@ -356,7 +363,8 @@ class _KernelRecorder(TorchDispatchMode):
         self.alike: dict[int, int] = {}
         self.kept: dict[int, LiveNumbers] = {}
         self.before: dict[int, Counter[RooflineKernel]] = {}
-        self.attention = _AttentionRecorder(self._sizes, self._count_attention, attend)
+        self.attention = AttentionWatch(self._count_attention)
+        self._attend = attend
         self.key_heads = 0.0
         self.streams: dict[int, dict[str, Stream]] = {}
         # The recorded modules that are running, the innermost last.
@@ -395,7 +403,7 @@ class _KernelRecorder(TorchDispatchMode):
     def _leave_module(self, out: Any) -> None:
         place, block = self._places.pop()
         if place == "block once":
-            for tensor in _iterate_tensors(out):
+            for tensor in list_tensors(out):
                 numbers = self._sizes.count_live_numbers(tensor)
                 self.kept[block] = self.kept.get(block, LiveNumbers()) + numbers
 
@@ -419,33 +427,8 @@ class _KernelRecorder(TorchDispatchMode):
                 place = ("first", 0)
         self.work[place][kernel] += 1
 
-    def _count_attention(self, kernel: RooflineKernel, key_heads: float) -> None:
-        place, block = self._places[-1]
-        # The part of a block before its first attention can overlap with the exchange of keys.
-        if place == "block":
-            self.key_heads = max(self.key_heads, key_heads)
-            self.before.setdefault(block, Counter(self.work[place, block]))
-        self._count_kernel(kernel)
-
-
-class _AttentionRecorder(TorchFunctionMode):
-    """Notes attention as one kernel, before torch divides it into several."""
-
-    def __init__(
-        self, sizes: StreamSizes, add: Callable[[RooflineKernel, float], None], attend: Callable[[], None]
-    ) -> None:
-        super().__init__()
-        self._sizes = sizes
-        self._add = add
-        self._attend = attend
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        # Arguments may be given by position or by name.
-        query = args[0] if args else kwargs["query"]
-        key = args[1] if len(args) > 1 else kwargs["key"]
+    def _count_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """Note attention as one kernel, before torch divides it into several. Its numbers are not needed."""
         head_dim = query.shape[3]
         kernel = RooflineKernel(
             "attention",
@@ -453,8 +436,13 @@ class _AttentionRecorder(TorchFunctionMode):
             size=(query.shape[1] * head_dim, head_dim),
             keys=self._sizes.match_stream(key.shape[2]),
         )
-        self._add(kernel, key.shape[1] / query.shape[1])
-        # The output has the shape of the queries, and its numbers are not needed.
+        place, block = self._places[-1]
+        # The part of a block before its first attention can overlap with the exchange of keys.
+        if place == "block":
+            self.key_heads = max(self.key_heads, key.shape[1] / query.shape[1])
+            self.before.setdefault(block, Counter(self.work[place, block]))
+        self._count_kernel(kernel)
+        # The output has the shape of the queries.
         out = torch.empty_like(query)
         self._attend()
         return out
@@ -472,7 +460,7 @@ def _classify_kernel(sizes: StreamSizes, name: str, args: Any, out: Any) -> Roof
         width = int(out.shape[1])
         stream, rows = sizes.match_rows(out.numel() // width)
         return RooflineKernel("matmul", stream, (args[1].numel() // width * rows, width))
-    tensors = [*_iterate_tensors(args), *_iterate_tensors(out)]
+    tensors = [*list_tensors(args), *list_tensors(out)]
     stream = sizes.find_widest_stream(tensors)
     numbers = sum(tensor.numel() for tensor in tensors) / sizes.count_tokens(stream)
     kind = HEAVY.get(name, "pointwise")
@@ -487,14 +475,6 @@ def _classify_kernel(sizes: StreamSizes, name: str, args: Any, out: Any) -> Roof
     return RooflineKernel(kind, stream, (numbers, 0))
 
 
-def _iterate_tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _iterate_tensors(value)
-
-
 def select_stream_length(stream: Stream, image: int, text: int) -> int:
     """Return the number of tokens in a stream; 1 for work without tokens."""
     if stream == "image":
@@ -502,16 +482,3 @@ def select_stream_length(stream: Stream, image: int, text: int) -> int:
     if stream == "text":
         return text
     return image + text if stream == "both" else 1
-
-
-def make_passthrough(block: nn.Module, anatomy: ListAnatomy) -> Callable[..., Any]:
-    """Make a forward to pass on image and text, for a block built like an earlier one."""
-    names = list_parameter_names(block)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        call = dict(zip(names, args, strict=False)) | kwargs
-        parameters = {"text": anatomy.text or "", "image": anatomy.image}
-        out = tuple(call[parameters[stream]] for stream in anatomy.returns)
-        return out if anatomy.is_tuple else out[0]
-
-    return forward

@@ -148,11 +148,11 @@ def find_schedule(
     if schedule.num_steps != num_steps:
         raise PlanError(
             f"schedule={path!r} has {schedule.num_steps} steps, and the call {num_steps}; run "
-            f"`{make_fit_command(model, num_steps, size)}`"
+            f"{make_fit_command(model, num_steps)}"
         )
     difference = find_difference(schedule.identity, present)
     if difference:
-        raise PlanError(f"schedule={path!r} {difference}, or run `{make_fit_command(model, num_steps, size)}`")
+        raise PlanError(f"schedule={path!r} {difference}, or run {make_fit_command(model, num_steps)}")
     return schedule, path
 
 
@@ -199,7 +199,6 @@ def choose_promise(
     *,
     schedule: Schedule | None,
     path: str | None = None,
-    size: Mapping[str, int] | None = None,
     predict: PredictSeconds | None = None,
 ) -> Promise:
     """Choose the promise within the bounds.
@@ -208,7 +207,6 @@ def choose_promise(
         bounds: at least one.
         plans: the plans to choose from, at least one.
         schedule, path: the schedule of the model, if there is one, and its file, if it was given.
-        size: of the call, for the command that would fit a schedule.
         predict: predicts seconds; None where this machine was not measured.
 
     Raises:
@@ -222,7 +220,7 @@ def choose_promise(
             )
     candidates = _list_candidates(bounds, num_steps, schedule)
     if schedule is None and (bounds.seconds is None or predict is None):
-        raise PlanError(f"{_name_bounds(bounds)} needs a fitted schedule: {_explain_fit(model, num_steps, size)}")
+        raise PlanError(f"{_name_bounds(bounds)} needs a fitted schedule: {_explain_fit(model, num_steps)}")
     if bounds.seconds is None:
         candidates = candidates[-1:]
     # The most computed steps first: they are closest to the image of all steps.
@@ -246,7 +244,7 @@ def choose_promise(
             return promise
     advice = "use more devices or a smaller image"
     if schedule is None:
-        advice = _explain_fit(model, num_steps, size)
+        advice = _explain_fit(model, num_steps)
     raise PlanError(f"{_name_bounds(bounds)} cannot be kept: the fastest that could be is {promise}; {advice}")
 
 
@@ -273,10 +271,9 @@ def _name_bounds(bounds: Bounds) -> str:
     return " and ".join(names)
 
 
-def _explain_fit(model: str, num_steps: int, size: Mapping[str, int] | None) -> str:
+def _explain_fit(model: str, num_steps: int) -> str:
     """Explain the command to make a schedule, and the time it takes."""
-    command = make_fit_command(model, num_steps, size)
     return (
-        f"there is none of {model} for {num_steps} steps; run `{command}`, which takes as long as about {FIT_IMAGES} "
-        "images, and add --schedule FILE"
+        f"there is none of {model} for {num_steps} steps; run {make_fit_command(model, num_steps)}, which takes as "
+        f"long as about {FIT_IMAGES} images, and add --schedule FILE"
     )

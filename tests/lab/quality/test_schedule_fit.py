@@ -40,7 +40,7 @@ def test_a_fitted_file_serves_the_call_it_was_fitted_to(tmp_path: Path, capsys: 
     pipe(**call)
     [report] = ditile.summary(pipe, logging=False)
     assert report.cached_steps == sorted(budget.weights)
-    with pytest.raises(ModelError, match=r"run ditile fit --model shapes-flux-turbo --steps 6"):
+    with pytest.raises(ModelError, match=r"run `ditile fit --model shapes-flux-turbo --steps 6"):
         pipe(**call | {"num_inference_steps": 6})
 
 

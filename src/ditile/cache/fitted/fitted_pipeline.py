@@ -65,7 +65,8 @@ class FittedPolicies:
         else:
             self._candidates.append(Schedule.read(config.schedule))
         self._schedules: list[Schedule] = list(self._candidates)
-        self._call: Mapping[str, Any] = {}
+        self._strength: float | None = None
+        self._steps: int | None = None
         # On several ranks nothing is raised here, as one rank alone may differ: they compare `content` in each call.
         if not torch.distributed.is_initialized():
             self._schedules = self._match_weights()
@@ -95,10 +96,8 @@ class FittedPolicies:
         """Raise `ModelError` if a call of the pipeline, or its weights by now, fit no schedule."""
         # LoRAs and quantization may have come since the cache was enabled, or since the last call.
         self._schedules = self._match_weights()
-        self._call = {name: call.get(name) for name in ("strength", "guidance_scale", "true_cfg_scale")}
-        self._call["steps"] = call.get("num_inference_steps")
-        # The command that a refusal names has no use for the image itself.
-        self._call["image"] = True if call.get("image") is not None else None
+        self._strength = call.get("strength")
+        self._steps = call.get("num_inference_steps")
         if self._schedules:
             present = describe_call(self._pipe, self._models[0], call)
             self._schedules = self._select_equal(self._schedules, present)
@@ -122,7 +121,7 @@ class FittedPolicies:
                 model = str(getattr(self._pipe, "name_or_path", "") or "MODEL")
                 _log_once(
                     f"no schedule was fitted to this model, so its {num_computed} computed steps are spread evenly; "
-                    f"{self._make_fit_command(model, num_steps)} makes one"
+                    f"{make_fit_command(model, self._steps or num_steps)} makes one"
                 )
             return spread_steps(num_steps, num_computed)
         schedule = self._select_schedule(num_steps)
@@ -163,18 +162,10 @@ class FittedPolicies:
         # Other weights are those of another model than the schedule names.
         model = "MODEL" if "weights" in present else known.model
         refusal = f"the schedule of {known.model} {differences[0]}"
-        if "scheduler" in present and self._call.get("strength") is None:
+        if "scheduler" in present and self._strength is None:
             # `ditile fit` takes the model's own scheduler.
             raise ModelError(refusal)
-        size: dict[str, int] = {}
-        for name, length in present.get("size", {}).items():
-            if known.identity.size.get(name) != length:
-                size[name] = length
-        raise ModelError(f"{refusal}, or run {self._make_fit_command(model, known.num_steps, size)}")
-
-    def _make_fit_command(self, model: str, num_steps: int, size: Mapping[str, int] | None = None) -> str:
-        """Return the command that fits a schedule to the present call."""
-        return make_fit_command(model, self._call.get("steps") or num_steps, size, self._call)
+        raise ModelError(f"{refusal}, or run {make_fit_command(model, self._steps or known.num_steps)}")
 
     def _select_schedule(self, num_steps: int) -> Schedule:
         """Return the schedule of these steps with the pipeline's present scheduler."""
@@ -187,7 +178,7 @@ class FittedPolicies:
             counts = " and ".join(str(schedule.num_steps) for schedule in self._schedules)
             raise ModelError(
                 f"there is a schedule for {counts} steps of {known.model}, and the call has {num_steps}; run "
-                f"{self._make_fit_command(known.model, num_steps)}"
+                f"{make_fit_command(known.model, self._steps or num_steps)}"
             )
         scheduler = getattr(self._pipe, "scheduler", None)
         if scheduler is None:

@@ -173,26 +173,10 @@ def read_shipped_schedules() -> Mapping[str, Schedule]:
     return {str(path): Schedule.read(path) for path in sorted(FOLDER.glob("*.json"))}
 
 
-def make_fit_command(
-    model: str, num_steps: int, size: Mapping[str, int] | None = None, call: Mapping[str, Any] | None = None
-) -> str:
-    """Return the command for fitting a schedule to a call.
-
-    Args:
-        num_steps: of the call, before a strength leaves some out.
-        size: in the form of `Identity.size`, where it is another one than the model's own.
-        call: the arguments of the pipeline, as far as they are known.
-    """
+def make_fit_command(model: str, num_steps: int) -> str:
+    """Return the command for fitting a schedule to a call of so many steps, before a strength leaves some out."""
     command = f"ditile fit --model {shlex.quote(model)} --steps {num_steps}"
     if num_steps >= FEWEST_FORECAST_STEPS:
         # Otherwise it would fit to more steps than this call has.
         command += f" --reference-steps {num_steps}"
-    for name, value in (size or {}).items():
-        command += f" --{name.removeprefix('num_')} {value}"
-    for name, flag in (("guidance_scale", "guidance"), ("true_cfg_scale", "true-cfg"), ("strength", "strength")):
-        number = (call or {}).get(name)
-        if isinstance(number, int | float):
-            command += f" --{flag} {number:g}"
-    if (call or {}).get("image") is not None:
-        command += " --image FILE"
-    return command
+    return f"`{command}` with the options of this call"

@@ -156,7 +156,7 @@ class BlockCalls:
         names = list_parameter_names(hook.block)
         index = hook.index
         now = self._now
-        pass_on = _make_pass_on(hook.anatomy)
+        pass_on = make_pass_on(hook.anatomy)
 
         def forward_at_hook(*args: Any, **kwargs: Any) -> Any:
             call = dict(zip(names, args, strict=False)) | kwargs
@@ -343,7 +343,7 @@ def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any],
     return forward(*(call.pop(name) for name in names), *rest, **call)
 
 
-def _make_pass_on(anatomy: ListAnatomy) -> Callable[[Mapping[str, Any]], Any]:
+def make_pass_on(anatomy: ListAnatomy) -> Callable[[Mapping[str, Any]], Any]:
     """Make a function of a block's arguments that returns the streams unchanged."""
     streams = {"image": anatomy.image, "text": anatomy.text}
     names = [streams[name] for name in anatomy.returns]

@@ -25,6 +25,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ditile.distributed.recording.segments import list_tensors
+from ditile.model.hooks.block_calls import make_pass_on
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.overrides import override_attribute
@@ -39,7 +40,6 @@ from ditile.model.pipeline_calls import (
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.shape import FRAME_COUNTS
-from ditile.planner.kernel_times import make_passthrough
 from ditile.planner.recording.capture import bind_arguments
 from ditile.planner.recording.sizes import SizesOnly
 from ditile.runner.load import convert_build_errors
@@ -208,11 +208,11 @@ class PipelineRecorder:
             return out
 
         def watch(hook: BlockHook) -> None:
-            passthrough = make_passthrough(hook.block, hook.anatomy)
+            pass_streams_on = make_pass_on(hook.anatomy)
 
             def pass_on(*args: Any, **kwargs: Any) -> Any:
                 seen[hook.index] = bind_arguments(hook.block, args, kwargs)
-                return passthrough(*args, **kwargs)
+                return pass_streams_on(seen[hook.index])
 
             override_attribute(stack, hook.block, "forward", pass_on)
 
