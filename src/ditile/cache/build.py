@@ -77,17 +77,12 @@ class CacheContext:
         middle = range(config.Fn_compute_blocks, blocks - config.Bn_compute_blocks)
         if any(place not in never for place in middle):
             return None
-        settings = [f"Fn_compute_blocks={config.Fn_compute_blocks}"]
-        if config.Bn_compute_blocks:
-            settings.append(f"Bn_compute_blocks={config.Bn_compute_blocks}")
+        settings = f"Fn_compute_blocks={config.Fn_compute_blocks}, Bn_compute_blocks={config.Bn_compute_blocks}"
         if never:
-            settings.append(f"non_prune_block_ids={list(never)}")
-        advice = f"try Fn_compute_blocks={max(1, round(blocks / 8))}"
-        if len(settings) > 1:
-            advice = f"leave the others out, and {advice}"
+            settings += f", non_prune_block_ids={list(never)}"
         return (
-            f"{', '.join(settings)}: all {blocks} blocks of {self.name} always compute then, so nothing can be left "
-            f"out; {advice}"
+            f"{settings}: all {blocks} blocks of {self.name} always compute then, so nothing can be left out; try "
+            f"Fn_compute_blocks={max(1, round(blocks / 8))}"
         )
 
     def build_chain(self, steps: int, agreement: SkipAgreement, keep: KeepMemory | None) -> Chain | None:

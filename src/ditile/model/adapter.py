@@ -311,11 +311,13 @@ def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
         for member in block_list:
             # A block that is in several lists belongs to the first one.
             owners.setdefault(id(member), name)
-    strangers = [type(unwrap_module(member)).__name__ for member in members if id(member) not in owners]
-    if strangers or not members:
-        names = ", ".join(name for name in lists if "." not in name)
-        what = f"{strangers[0]} in blocks is" if strangers else "blocks is empty, so nothing is"
-        raise ModelError(f"{what} not in a ModuleList of {type(model).__name__}; its lists are {names or 'none'}")
+    for member in members:
+        if id(member) not in owners:
+            stranger = type(unwrap_module(member)).__name__
+            names = ", ".join(name for name in lists if "." not in name) or "none"
+            raise ModelError(
+                f"{stranger} in blocks is not in a ModuleList of {type(model).__name__}; its lists are {names}"
+            )
     groups: list[NamedBlocks] = []
     for name, group in groupby(members, lambda member: owners[id(member)]):
         groups.append((name, list(group)))
@@ -340,10 +342,7 @@ def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: Forward
         is_usable = (call is None or call.alone) and name not in (adapter.dummy_blocks_names or ())
         if is_named and is_classed and is_alike and is_usable:
             matches.append((name, tuple(blocks)))
-        known_pattern = "of no known pattern"
-        if flow is not None:
-            known_pattern = find_flow_pattern(flow).name
-        others.append(f"{name} ({known_pattern})")
+        others.append(name)
     if not matches:
         pattern_name = None if pattern is None else pattern.name
         raise ModelError(

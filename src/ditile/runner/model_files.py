@@ -10,7 +10,6 @@ from __future__ import annotations
 import http.client
 import os
 import re
-import shlex
 import ssl
 import struct
 import threading
@@ -204,12 +203,9 @@ def find_model_source(
         except LoadError as error:
             if not files:
                 raise
-            flags = ""
-            for component, file in files.items():
-                flags += f" --component {component}={shlex.quote(file)}"
             raise LoadError(
                 f"{', '.join(files.values())} has {', '.join(files)} alone, and the other parts, such as text encoders "
-                f"and the VAE, are those of {source}: {error} that has them (--model FOLDER{flags})"
+                f"and the VAE, are those of {source}: {error} that has them (--model FOLDER)"
             ) from error
     # The package has configs of published models, and no index of their text encoders. Of other folders the headers of
     # all weights are checked.
@@ -265,11 +261,8 @@ def collect_component_files(
         for text in components or ():
             name, _, file = text.partition("=")
             if not name.isidentifier() or not file:
-                own_name = name.strip()
-                if not own_name.isidentifier():
-                    own_name, file = TRANSFORMER, file or own_name
-                proposed = shlex.quote(file) if file else "FILE"
-                raise ModelError(f"component={text!r} is not NAME=FILE; try {own_name}={proposed}")
+                own_name = name if name.isidentifier() else TRANSFORMER
+                raise ModelError(f"component={text!r} is not NAME=FILE; try {own_name}=FILE")
             pairs.append((name, file))
     files: dict[str, str] = {}
     for name, file in pairs:
