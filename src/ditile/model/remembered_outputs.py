@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ditile.model.hooks.generation import Generation
-from ditile.model.hooks.kv_store import READ_SHAPE, READ_VERSION, GivenTensors, RememberedOutput
+from ditile.model.hooks.kv_store import READ_SHAPE, GivenTensors, RememberedOutput
 from ditile.model.hooks.overrides import has_forward_hooks, match_modules, override_attribute
 from ditile.model.hooks.pieces import has_nan
 from ditile.plan.anatomy import Anatomy
@@ -80,10 +80,10 @@ class OutputMemoizer:
             if f"{self._label}{name}".startswith(compiled_prefixes):
                 continue
             if not name.startswith(block_prefixes):
-                self._remember_output(stack, name, module, lasts=False)
+                self._remember_output(stack, name, module)
             # What is around the forward of a module may count its calls.
             elif not any(map(has_forward_hooks, module.modules())):
-                self._remember_same(stack, name, module)
+                self._remember_output(stack, name, module, within=True)
 
     def survey_call(self, run: Callable[[], Any], is_fed: Callable[[], bool]) -> Any:
         """Survey a call with NaN for latents, and remember no output from now on that is made of them and read.
@@ -123,58 +123,45 @@ class OutputMemoizer:
         for pattern in patterns:
             yield from match_modules(self._transformer, pattern)
 
-    def _remember_output(self, stack: ExitStack, name: str, module: nn.Module, *, lasts: bool) -> None:
-        """Keep a module's output for a step and while its inputs stay the same, or for good if `lasts`."""
+    def _remember_output(
+        self, stack: ExitStack, name: str, module: nn.Module, *, lasts: bool = False, within: bool = False
+    ) -> None:
+        """Keep a module's output for a step and while its inputs stay the same, or for good if `lasts`.
+
+        Of a module `within` a block it is kept only between patches, and only while both are true.
+        """
         now = self._now
         forward = module.forward
         path = f"{self._label}{name}"
         excluded = self._excluded
 
         def forward_once(*args: Any, **kwargs: Any) -> Any:
-            if now.is_surveyed or name in excluded:
-                return forward(*args, **kwargs)
             step, patch = now.micro_step
-            # Rows of another micro-batch, and conditions of another branch, are different inputs.
-            given_tensors = filter(torch.is_tensor, (*args, *kwargs.values()))
-            key = (path, now.branch, now.micro_batch, *map(READ_SHAPE, given_tensors))
+            is_left_out = patch is None if within else name in excluded
+            if now.is_surveyed or is_left_out:
+                return forward(*args, **kwargs)
+            key: tuple[Any, ...] = (path, now.branch)
+            if not within:
+                # Rows of another micro-batch, and conditions of another branch, are different inputs.
+                given_tensors = filter(torch.is_tensor, (*args, *kwargs.values()))
+                key += (now.micro_batch, *map(READ_SHAPE, given_tensors))
             known = now.memory.outputs.get(key)
-            is_fresh = known is not None and (
-                lasts or (known.step == step and patch is not None) or known.is_given_same(args, kwargs)
-            )
+            is_fresh = lasts
+            if known is not None and not lasts:
+                is_of_step = known.step == step and patch is not None
+                if within:
+                    # In another step the tensors may be the same, but the weights may not.
+                    is_fresh = is_of_step and known.is_given_same(args, kwargs)
+                else:
+                    is_fresh = is_of_step or known.is_given_same(args, kwargs)
             # The forward may have written into its inputs.
-            if known is None or not is_fresh or known.versions != tuple(map(READ_VERSION, known.tensors)):
+            if known is None or not is_fresh or not known.is_unchanged:
                 output = forward(*args, **kwargs)
                 given = None
                 if not lasts:
                     given = GivenTensors(args, kwargs)
                 known = now.memory.outputs[key] = RememberedOutput(output, given)
             known.step = step
-            return known.output
-
-        override_attribute(stack, module, "forward", forward_once)
-
-    def _remember_same(self, stack: ExitStack, name: str, module: nn.Module) -> None:
-        """Keep the output of a module within a block for a step, while its inputs are the same tensors."""
-        now = self._now
-        forward = module.forward
-        path = f"{self._label}{name}"
-
-        def forward_once(*args: Any, **kwargs: Any) -> Any:
-            step, patch = now.micro_step
-            if patch is None or now.is_surveyed:
-                return forward(*args, **kwargs)
-            key = (path, now.branch)
-            known = now.memory.outputs.get(key)
-            # In another step the tensors may be the same, but the weights may not.
-            is_known = (
-                known is not None and known.step == step and known.is_given_same(args, kwargs) and known.is_unchanged
-            )
-            if known is None or not is_known:
-                output = forward(*args, **kwargs)
-                given = GivenTensors(args, kwargs)
-                known = RememberedOutput(output, given)
-                known.step = step
-                now.memory.outputs[key] = known
             return known.output
 
         override_attribute(stack, module, "forward", forward_once)
