@@ -37,7 +37,6 @@ class PlanAnswer:
 
         is_unlike: whether `hardware` names the device of each rank.
         models: transformers that are called in turns; memory has all of them on every rank.
-        lacks_tape_memory: whether nothing is recorded because recorded calls do not fit a device.
     """
 
     model: str
@@ -52,7 +51,6 @@ class PlanAnswer:
 
     is_unlike: bool = False
     models: int = 1
-    lacks_tape_memory: bool = False
 
     def to_json_dict(self) -> JsonObject:
         """Convert the answer to JSON types for programs."""
@@ -146,9 +144,7 @@ class PlanAnswer:
         if self.models > 1 and best.plan.offload == "none":
             yield f"weights are those of {self.models} transformers, which are on the device all the time"
         yield from self._describe_host_memory()
-        if self.lacks_tape_memory:
-            yield "what recorded steps hold does not fit a device: plan 1 is priced without"
-        elif best.is_recorded:
+        if best.is_recorded:
             yield "priced with recorded steps, as images after the first ones have them (docs/gpu.md)"
         # In longer calls text and decode are a small part, and were not priced.
         if self.call["steps"] <= FEW_STEPS:

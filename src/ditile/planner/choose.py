@@ -68,7 +68,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         ModelError, LoadError: if the model cannot be planned for.
     """
     from ditile.planner.answer import PlanAnswer
-    from ditile.planner.memory import can_record_calls, count_host_memory, count_rank_memory
+    from ditile.planner.memory import count_host_memory, count_rank_memory
 
     search = _prepare_search(question, all_devices=all_devices)
     subject = search.subject
@@ -93,8 +93,6 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         memories.append(tuple(by_rank))
 
         hosts.append(count_host_memory(subject, job, request.ranks_of_host))
-    best = result.prices[0]
-    can_record = can_record_calls(best.plan, profile) and search.skips.can_be_recorded(best.plan)
     return PlanAnswer(
         model=question.model,
         hardware=profile.name,
@@ -107,7 +105,6 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         is_unlike=bool(profile.by_rank),
         host_memory_bytes=search.host_bytes,
         models=subject.models,
-        lacks_tape_memory=request.records and can_record and not best.is_recorded,
     )
 
 
@@ -298,17 +295,13 @@ def resolve_plan_option(
         return plan_of_flags, []
     if plan_of_flags != Plan():
         raise PlanError(f"plan={text!r} is a whole plan, and flags say '{plan_of_flags}' too; leave one of them out")
-    if not text.strip():
-        raise PlanError(f"plan={text!r} says nothing; write name=value, such as pipefusion=2, or auto")
-    first_word, *others = text.split()
-    if first_word != AUTO and "=" not in text:
-        raise PlanError(f"plan={text!r} is not a plan; write name=value, such as pipefusion=2, or auto for the fastest")
-    if first_word != AUTO:
+    words = text.split()
+    if words[:1] != [AUTO]:
         return Plan.parse(text), []
     wire_dtype = None
-    if others:
-        name, _, wire_dtype = others[0].partition("=")
-        if len(others) > 1 or name.replace("-", "_") != "wire_dtype":
+    if len(words) > 1:
+        name, _, wire_dtype = words[1].partition("=")
+        if len(words) > 2 or name.replace("-", "_") != "wire_dtype":
             raise PlanError(f"plan={text!r}: auto chooses all but the type of messages, as in 'auto wire_dtype=int8'")
 
     def find_fastest_plan(hosts: int) -> list[str]:

@@ -11,7 +11,6 @@ from ditile.cache.build import explain_idle_steps
 from ditile.cache.cached import build_transformer_cache
 from ditile.cache.calls.scheduled import check_num_computed
 from ditile.cache.config import CallCacheConfig, FittedScheduleConfig
-from ditile.distributed.cpus import count_memory_bytes
 from ditile.model.block_lists import find_block_lists
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError
@@ -20,7 +19,6 @@ from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, OpKind, PatchSchedule
 from ditile.plan.simulate import simulate_schedule
-from ditile.planner.memory import count_host_memory
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import choose_dtype_name, defaults, find_model_source
 from ditile.runner.requests.facts import build_dry_run_call, collect_call_facts
@@ -41,7 +39,7 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
         options: the request; the defaults of the model and its pipeline complete it. For a hub id only configs are
             fetched.
         configs: the keyword arguments for `enable_cache`.
-        engine: how ranks compute. It decides about weights in the host's memory.
+        engine: has the type of numbers.
 
     Raises:
         LoadError, ModelError, PlanError: if the model is missing, is not known, does not take one of the options, or
@@ -51,8 +49,6 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
     # Who asks how a model would be divided means GPUs, on whichever machine.
     source = find_model_source(options.model, weights=False)
     dtype = choose_dtype_name(source, engine.dtype, on_gpu=True)
-    own_dtype = choose_dtype_name(source, engine.dtype)
-    here = "" if own_dtype == dtype else f", as on GPUs; a run on this machine has {own_dtype}"
     element_size = getattr(torch, dtype).itemsize
     job = build_subject_job(subject, plan, call, configs, element_size)
     table = describe_plan(options.model, job, ["any"] * plan.world)
@@ -61,16 +57,12 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
     if plan.warmup < 2:
         shown = min(plan.warmup + STEPS_SHOWN, job.shape.steps)
     chart = _render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))
-    host = ""
-    offloads_text = engine.text_after == "offload"
-    if plan.offload != "none" or offloads_text:
-        host = _describe_host_memory(subject, job, offloads_text=offloads_text)
     pipeline = ""
     # The conditions of a request may choose another class than that of the model.
     chosen = choose_requested_class(options)[0] if options.conditions else None
     if chosen is not None:
         pipeline = f"pipeline: {name_pipeline(chosen)}\n"
-    return f"{pipeline}{_describe_components(options, subject)}{table}\nnumbers: {dtype}{here}\n{host}\n{chart}"
+    return f"{pipeline}{_describe_components(options)}{table}\nnumbers: {dtype}\n\n{chart}"
 
 
 def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArguments) -> PlannedCall:
@@ -122,32 +114,11 @@ def _render_gantt_chart(schedule: PatchSchedule, steps: int, calls: int) -> str:
     return "\n".join([f"steps 0 to {steps - 1} ({legend}):", *lines])
 
 
-def _describe_host_memory(subject: PlanSubject, job: PlannedCall, *, offloads_text: bool) -> str:
-    """Describe the weights of all ranks kept in the host's memory."""
-    host = count_host_memory(subject, job, offloads_text=offloads_text)
-    machine_bytes = count_memory_bytes()
-    short = ""
-    if max(host) > machine_bytes:
-        short = f"; this machine has {format_bytes(machine_bytes)}"
-    return (
-        f"\nhost's memory, of all ranks together: {format_bytes(host.kept)} of weights stay there,\n"
-        f"and up to {format_bytes(host.loading)} are needed while they load{short}\n"
-    )
-
-
-def _describe_components(options: GenerateOptions, subject: PlanSubject) -> str:
-    """Write a line on each component with a file of its own, or quantized weights; empty if there is none."""
+def _describe_components(options: GenerateOptions) -> str:
+    """Write a line on each component with a file of its own; empty if there is none."""
     lines = []
-    for name in dict.fromkeys([*options.components, *subject.stored]):
-        line = f"{name}: its own weights"
-        if name in options.components:
-            file = options.components[name]
-            line = f"{name}: {file}, {format_bytes(Path(file).stat().st_size)}"
-        stored = subject.stored.get(name)
-        if stored is not None and stored.quantized:
-            share = stored.quantized / (stored.quantized + stored.plain)
-            line += f", {share:.0%} of its numbers stay quantized"
-        lines.append(f"{line}\n")
+    for name, file in options.components.items():
+        lines.append(f"{name}: {file}, {format_bytes(Path(file).stat().st_size)}\n")
     return "".join(lines)
 
 

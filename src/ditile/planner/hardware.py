@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ditile.plan.errors import PlanError, find_nearest
+from ditile.plan.errors import PlanError, suggest_nearest
 from ditile.planner.profile import Curve, Link, Profile
 
 PROFILES = Path(__file__).parents[1] / "model" / "assets" / "profiles"
@@ -153,9 +153,8 @@ def _load_device_profile(name: str) -> Profile:
         return make_datasheet_profile(name, sheet, EFFICIENCY)
     if os.path.exists(PROFILES / f"{name}.json"):
         return Profile.from_json_file(PROFILES / f"{name}.json")
-    near = find_nearest(name, list_hardware(), cutoff=0.5)
-    hint = "" if near is None else f"did you mean {near}? "
-    raise PlanError(f"hardware={name!r} is not known; {hint}known are {', '.join(list_hardware())}")
+    hint = suggest_nearest(name, list_hardware(), cutoff=0.5)
+    raise PlanError(f"hardware={name!r} is not known; {hint}")
 
 
 def join_devices(profiles: Sequence[Profile]) -> Profile:

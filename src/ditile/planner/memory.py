@@ -72,15 +72,12 @@ class HostMemory(NamedTuple):
     loading: int
 
 
-def count_host_memory(
-    subject: PlanSubject, job: PlannedCall, host: int | None = None, *, offloads_text: bool = False
-) -> HostMemory:
+def count_host_memory(subject: PlanSubject, job: PlannedCall, host: int | None = None) -> HostMemory:
     """Count the memory of the host with the neediest ranks.
 
     Args:
         subject, job: the call under its plan.
         host: the number of ranks on a host; None if all are on one.
-        offloads_text: whether text encoders wait in the host's memory while the ranks generate.
     """
     world = job.plan.world
     # A host may have room for more ranks than the plan has.
@@ -89,15 +86,11 @@ def count_host_memory(
     read_by_host = Counter[int]()
     for rank in map(job.plan_rank, range(world)):
         element_size = rank.shape.element_size
-        text = _count_text_bytes(subject, rank)
-        kept = count_offloaded_bytes(subject, rank)
-        if offloads_text:
-            kept += text
-        kept_by_host[rank.number // size] += kept
+        kept_by_host[rank.number // size] += count_offloaded_bytes(subject, rank)
         blocks = subject.count_block_parameters(rank.divisor)[rank.blocks.start : rank.blocks.stop]
         transformer = job.weights.shared + subject.replicated_numbers + sum(blocks)
         read = sum(subject.count_weight_bytes(transformer, element_size, model) for model in range(subject.models))
-        read_by_host[rank.number // size] += read + subject.vae * element_size + text
+        read_by_host[rank.number // size] += read + subject.vae * element_size + _count_text_bytes(subject, rank)
     most_kept = max(kept_by_host.values())
     return HostMemory(most_kept, max(most_kept, *read_by_host.values()))
 

@@ -122,8 +122,6 @@ class PlanQuestion(SourceOptions):
             raise PlanError(f"hosts={self.hosts} are joined by a link; say which, such as --interlink 10Gbit")
         if self.hosts == 1 and self.interlink is not None:
             raise PlanError(f"interlink={self.interlink!r} joins hosts, and there is one; add --hosts N")
-        if self.price is not None and not self.price.strip():
-            raise PlanError(f"price={self.price!r} says nothing; write name=value, such as pipefusion=2")
         if self.price is not None and self.warmup is not None:
             raise PlanError(f"warmup={self.warmup} is for a search; say it in price={self.price!r}")
         if self.price is not None and self.wire_dtype is not None:
@@ -193,12 +191,7 @@ class PlanQuestion(SourceOptions):
         """
         self.read_pictures()
         find_model_source(self.model, weights=False, components=self.components)
-        try:
-            load_machine_profile(self)
-        except PlanError as error:
-            if self.hardware is not None or self.profile is not None or env.find_profile_path().exists():
-                raise
-            raise PlanError(f"{error}; or name one by --hardware: {', '.join(hardware.list_hardware())}") from None
+        load_machine_profile(self)
         known = find_known_model(self.model)
         if known is not None:
             known.check_call(self.priced_plan or Plan(), self.fill_call_arguments())
@@ -248,8 +241,8 @@ def _read_machine_profile(ask: PlanQuestion) -> Profile:
         )
     if profile is None:
         raise PlanError(
-            "this machine was not measured yet: run `ditile calibrate`, which takes some minutes, or give --profile "
-            "FILE of one that was"
+            "this machine was not measured yet: run `ditile calibrate`, which takes some minutes, or name another one: "
+            f"--profile FILE, or --hardware {', '.join(hardware.list_hardware())}"
         )
     if named is None and not profile.host_memory_bytes:
         # The profile was measured by a release that did not store the host's memory.
