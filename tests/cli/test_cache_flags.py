@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
-from ditile.cache.config_text import parse_cache_line
 from ditile.cli import main
 from ditile.plan.errors import PlanError
 from ditile.plan.flag_parser import collect_arguments, normalize_flags
@@ -39,21 +38,6 @@ def test_known_flags(words: str) -> None:
         quantize=True, parallel_type="ulysses", disable_compute_comm_overlap=True, track_memory=True,
         lora=("a.safetensors",), perf=True,
     )  # fmt: skip
-
-
-def test_flags_of_other_methods() -> None:
-    """Each is a line of one word. A failure: a flag stands for other settings than the line that the docs name."""
-    lines = {
-        ("--mag", "0.06", "--mag-ratios", "flux"): "mag=0.06 ratios=flux",
-        ("--sea", "0.3"): "sea=0.3",
-        ("--gate", "0.8"): "gate=0.8",
-        ("--easy", "0.1"): "easy=0.1",
-        ("--spectrum", "3"): "spectrum=3",
-    }
-    for words, line in lines.items():
-        arguments = parse_cache_line(line)
-        for given in (words, ("--cache-line", line)):
-            assert read(*given).build_cache_arguments() == arguments
 
 
 def test_degrees_of_a_parallel_type(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,44 +77,22 @@ class CacheMethod(NamedTuple):
     Attributes:
         name: its `cache_type` in a config file.
         words: any of these words in a line selects this method; a line with none uses DBCache.
-        flag_help: the help of the flag named after the first word; "" if there is no flag.
     """
 
     name: str
     config: type[CacheConfig]
     words: tuple[str, ...] = ()
-    flag_help: str = ""
 
 
 CACHE_METHODS = (
     CacheMethod("schedule", FittedScheduleConfig, ("steps", "schedule")),
     CacheMethod("dbcache", DBCacheConfig),
     CacheMethod("dbprune", DBPruneConfig),
-    CacheMethod("magcache", MagCacheConfig, ("mag",), "leave out steps by a table of ratios (MagCache), to this error"),
-    CacheMethod(
-        "seacache",
-        SeaCacheConfig,
-        ("sea",),
-        "leave out steps while the filtered latents change less than this (SeaCache)",
-    ),
-    CacheMethod(
-        "spectrum",
-        SpectrumConfig,
-        ("spectrum",),
-        "after each computed step, lengthen the run of forecast steps by this much (Spectrum)",
-    ),
-    CacheMethod(
-        "easycache",
-        EasyCacheConfig,
-        ("easy",),
-        "leave out calls of the model while they should change less than this (EasyCache)",
-    ),
-    CacheMethod(
-        "gate",
-        GuidanceGateConfig,
-        ("gate",),
-        "after this share of the steps run only the guidance branch with the prompt",
-    ),
+    CacheMethod("magcache", MagCacheConfig, ("mag",)),
+    CacheMethod("seacache", SeaCacheConfig, ("sea",)),
+    CacheMethod("spectrum", SpectrumConfig, ("spectrum",)),
+    CacheMethod("easycache", EasyCacheConfig, ("easy",)),
+    CacheMethod("gate", GuidanceGateConfig, ("gate",)),
 )
 """All methods; a new one is a row here."""
 MAX_VALUES = 100_000

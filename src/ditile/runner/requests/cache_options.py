@@ -20,7 +20,6 @@ from ditile.cache.config import (
     merge_configs,
 )
 from ditile.cache.config_text import (
-    CACHE_METHODS,
     CALIBRATOR_CONFIGS,
     load_configs,
     parse_cache_line,
@@ -38,9 +37,6 @@ from ditile.runner.model_files import DENOISERS, TRANSFORMER
 CACHE_FLAGS = {row.flag: row for row in CACHE_WORDS.values() if row.flag}
 """The fields of `CacheOptions` that are fields of a config."""
 
-METHOD_FLAGS = {method.words[0]: method.flag_help for method in CACHE_METHODS if method.flag_help}
-"""The fields of `CacheOptions` that are a cache in one line of one word -> what `--help` says of them."""
-
 DEGREE_BY_PARALLEL_TYPE = {"tp": "tensor", "ulysses": "ulysses", "ring": "ring"}
 """Value of --parallel-type -> the degree of `Plan`."""
 
@@ -50,7 +46,6 @@ _SAYS_HOW = (*CACHE_FLAGS, *CALIBRATOR_CONFIGS)
 _NEEDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_SAYS_HOW, ("cache", "prune", "config")),
     "taylorseer_order": ("taylorseer", "config"),
-    "mag_ratios": ("mag",),
     "quantize_type": ("quantize",),
     "fuse_lora": ("lora",),
 }
@@ -126,11 +121,6 @@ def define_cache_flag(name: str, metavar: str | None = "N") -> Any:
     return define_option(default, row.help, aliases=row.aliases, metavar=metavar)
 
 
-def define_method_flag(word: str) -> Any:
-    """Define an option for a cache in one line, of this word."""
-    return define_option(None, METHOD_FLAGS[word], metavar="X")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions(Fields):
     """The options for cache, quantization and LoRA. A flag wins over what --config says.
@@ -159,14 +149,6 @@ class CacheOptions(Fields):
         None,
         "the cache in one line, such as steps=10 or 'F=1 W=4 R=0.12 taylor=1', or none; see docs/caching.md",
     )
-    mag: float | None = define_method_flag("mag")
-    mag_ratios: str | None = define_option(
-        None, "the table: flux, or numbers such as 1.0,1.2,1.1 from --cache-line 'mag calibrate'", metavar="R"
-    )
-    easy: float | None = define_method_flag("easy")
-    gate: float | None = define_method_flag("gate")
-    sea: float | None = define_method_flag("sea")
-    spectrum: float | None = define_method_flag("spectrum")
     schedule: str | None = define_option(
         None,
         "a file of ditile fit: steps that call the model; half of them, or as many as --cache-line steps=N says",
@@ -230,16 +212,8 @@ class CacheOptions(Fields):
         arguments = self._load_config_file()
         # This entry belongs to `collect_plan_values`.
         arguments.pop("parallelism_config", None)
-        # A flag of a method is a line of its word; --schedule goes with a line that says how many steps compute.
-        flags = {name: f"{name}={getattr(self, name)}" for name in METHOD_FLAGS if name in self.given}
-        if self.mag_ratios is not None:
-            flags["mag"] += f" ratios={self.mag_ratios}"
-        lines = list(flags.values())
-        if self.cache_line is not None:
-            lines.append(self.cache_line)
-        if len(lines) > 1:
-            raise ModelError(f"{' and '.join(map(repr, lines))}: there is one cache in one line; give one of them")
-        line = next(iter(lines), None)
+        # --schedule goes with a line that says how many steps compute.
+        line = self.cache_line
         if line is not None:
             others = self.given.intersection(("cache", "prune", *_SAYS_HOW))
             if others:
