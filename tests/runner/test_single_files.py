@@ -254,7 +254,7 @@ def test_a_file_of_comfyui_is_a_published_model(
     other = CONFIGS / ("flux.1-schnell" if guidance else "flux.1-dev") / "transformer" / "config.json"
     converted = ConvertedFile.match_config(SingleFile.read_header(path), diffusers.FluxTransformer2DModel, other)
     assert json.loads(converted.config.read_text())["guidance_embeds"] is guidance
-    with pytest.raises(LoadError, match=r"text encoders and the VAE, .* \(--model FOLDER --component transformer="):
+    with pytest.raises(LoadError, match=r"text encoders and the VAE, .* \(--model FOLDER --component NAME=FILE\)"):
         find_model_source(base, components={"transformer": str(path)})
     with path.open("r+b") as file:
         header = file.read(10**6).replace(b'"BF16"', b'"I16" ')

@@ -205,7 +205,7 @@ def find_model_source(
                 raise
             raise LoadError(
                 f"{', '.join(files.values())} has {', '.join(files)} alone, and the other parts, such as text encoders "
-                f"and the VAE, are those of {source}: {error} that has them (--model FOLDER)"
+                f"and the VAE, are those of {source}: {error} that has them (--model FOLDER --component NAME=FILE)"
             ) from error
     # The package has configs of published models, and no index of their text encoders. Of other folders the headers of
     # all weights are checked.
