@@ -153,3 +153,24 @@ def test_the_rows_that_run_are_told_once_a_step_without_a_copy(device: str) -> N
         if device == "cpu":
             wanted = {1: [10.0, 5.0, 10.0], 2: [10.0, 15.0, 10.0]}[number] * 2
             assert out[:, 0, 0].tolist() == wanted
+
+
+class TextBlock(nn.Module):
+    """Adds to its tokens, and makes a text that it was not given."""
+
+    def forward(self, hidden_states: Tensor, temb: Tensor) -> tuple[Tensor, Tensor]:
+        out = hidden_states + temb[:, None, None]
+        return out, out[:, :1]
+
+
+def test_a_text_that_a_block_makes_has_all_rows() -> None:
+    """A failure would mean an index error, or the text of another image, where some images of a batch are skipped."""
+    block = TextBlock()
+    hook = CacheHook(0, block, Flow(("image", "text"), text=None))
+    hook.install_hook(ExitStack(), None)
+    segment = Segment([hook], Residuals(lambda stream: Reuse()))
+    units = split_into_units(IMAGES, IMAGES, "image")
+    for step, skips in enumerate(([False] * IMAGES, [True, True, False])):
+        segment.apply_decision(CacheCall(CallPosition(step), step, units, IMAGES), skips, SkipAgreement())
+        _, text = block(torch.zeros(IMAGES, 4, 8), torch.full((IMAGES,), step + 1.0))
+    assert text[:, 0, 0].tolist() == [1.0, 1.0, 2.0]

@@ -46,6 +46,9 @@ def test_a_dry_run_shows_the_schedule_without_weights(capsys: pytest.CaptureFixt
     assert main.main(["generate", "a circle", *words]) == 0
     out = capsys.readouterr().out
     assert out.endswith("\n" + GANTT) and "PixArt, 12 blocks, 3.36 M" in out
+    # A longer warmup than the call has steps.
+    assert main.main(["generate", "a circle", *words, "--steps", "1", "--warmup", "3"]) == 0
+    assert "\nsteps 0 to 0 (" in capsys.readouterr().out
     assert "model/text_encoder has no weights" in refused(capsys, "generate", "a circle", "--model", "model")
     shutil.rmtree("model/transformer")
     assert "configs of 'model' cannot be read" in refused(capsys, "generate", "a circle", *words)

@@ -105,5 +105,5 @@ def mixed() -> None:
 
 def test_stages_that_change_the_dtype(pool: Pool) -> None:
     """A failure means that the next stage takes half of a message for the whole."""
-    with pytest.raises(CaseError, match="StateError: blocks made torch.float32 of torch.bfloat16.*autocast"):
+    with pytest.raises(CaseError, match="blocks returned torch.float32, .* expects torch.bfloat16.*autocast"):
         pool.run(mixed, 2)

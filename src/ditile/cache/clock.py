@@ -12,18 +12,18 @@ from ditile.plan.errors import StateError
 class CallClock:
     """The clock of a transformer: it counts the calls of each step.
 
-    If a pipeline names its calls of the model, a step ends when a name is repeated, whatever the number of calls.
+    If a pipeline labels its calls of the model, a step ends when a label is repeated, whatever the number of calls.
 
     Args:
-        caches: of the models that are called in a step.
+        caches: the caches of the models that are called in a step.
         steps: the steps of every image; None until `restart_clock` gives them.
         separate_cfg: whether each step has two calls, one for each branch of guidance.
     """
 
     def __init__(self, caches: Sequence[ModelCache], *, steps: int | None, separate_cfg: bool) -> None:
         self._caches = caches
-        self._of_step = 1 + separate_cfg
-        self._most = 0
+        self._calls_per_step = 1 + separate_cfg
+        self._most_calls = 0
         self._step = 0
         self._branch = 0
         self._steps = steps
@@ -35,7 +35,7 @@ class CallClock:
         self.end_generation()
         self._steps = steps or self._steps
         if separate_cfg is not None:
-            self._of_step = 1 + separate_cfg
+            self._calls_per_step = 1 + separate_cfg
 
     def end_generation(self) -> None:
         """End the generation."""
@@ -45,8 +45,11 @@ class CallClock:
                 cache.end_generation()
 
     def begin_model_call(self, model: LabelledModel) -> CallPosition:
-        """Return the step and branch of a call of the transformer. Raises `StateError` if the number of steps is
-        unknown."""
+        """Return the step and branch of a call of the transformer.
+
+        Raises:
+            StateError: if the number of steps is unknown.
+        """
         if self._steps is None:
             raise StateError(
                 "this transformer is cached without a pipeline that steps its scheduler, so the number of steps is not "
@@ -55,10 +58,10 @@ class CallClock:
             )
         has_ended = model.label in self._labels
         if model.label is None:
-            has_ended = self._branch >= self._of_step
+            has_ended = self._branch >= self._calls_per_step
         if self._live and has_ended:
-            self._most = max(self._most, self._branch)
-            self._step = self._step + 1
+            self._most_calls = max(self._most_calls, self._branch)
+            self._step += 1
             self._branch = 0
             self._labels.clear()
             if self._step >= self._steps:
@@ -66,7 +69,7 @@ class CallClock:
         if not self._live:
             self._step = 0
             self._branch = 0
-            self._most = 0
+            self._most_calls = 0
             self._labels.clear()
             for cache in self._caches:
                 cache.begin_generation(self._steps)
@@ -78,6 +81,7 @@ class CallClock:
     def end_model_call(self, model: LabelledModel) -> None:
         """Count a call of the model that has returned; the last one of an image ends the generation."""
         self._branch += 1
-        calls = self._most if self._labels else self._of_step
+        # Labelled calls are as many as in the longest of the steps before.
+        calls = self._most_calls if self._labels else self._calls_per_step
         if self._steps is not None and self._step + 1 >= self._steps and self._branch >= calls:
             self.end_generation()

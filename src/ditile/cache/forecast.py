@@ -50,7 +50,7 @@ class Forecaster(abc.ABC):
 
     Args:
         count: number of snapshots kept.
-        store_dtype: the type in which they are kept; None is the type of the values.
+        store_dtype: the type of snapshots; None is the type of the values.
     """
 
     def __init__(self, count: int, store_dtype: torch.dtype | None = None) -> None:
@@ -93,7 +93,7 @@ class Forecaster(abc.ABC):
         """Move the kept tensors to memory that stays."""
         if not self._slots:
             self._slots = [make_slot(number, like) for number in range(self._count)]
-        # Move the last value first: a value may be in the slot of its predecessor.
+        # Move the oldest tensor first: each one may be in the slot that the newer one moves to.
         for slot, tensor in reversed(list(zip(self._slots, self._tensors, strict=False))):
             slot.copy_(tensor)
         self._tensors = self._slots[: len(self._tensors)]
@@ -113,7 +113,7 @@ class Forecaster(abc.ABC):
         self._tensors = self._slots[: len(self._steps)]
 
     def describe_state(self, step: int) -> Hashable | None:
-        """Return the state on which a call at a step depends; None if it depends on numbers in tensors too."""
+        """Return the state on which a call at a step depends; None if it depends on values of tensors too."""
         if not self._slots:
             return None
         distances = tuple(step - computed_step for computed_step in self._steps)
@@ -155,7 +155,7 @@ def build_forecaster(
         total: sums a small matrix over the ranks that hold parts of the stream.
 
     Raises:
-        ModelError: if the config is of no known kind.
+        ModelError: if the config's class is unknown.
     """
     dtype = None if store_dtype is None else getattr(torch, store_dtype)
     if config is None:
@@ -239,8 +239,8 @@ class TaylorSeer(_Newton):
     Args:
         order: the degree; 0 is reuse.
         store_dtype: the type of snapshots; None is the type of the values.
-        reach: how far beyond the last computed step it goes, in gaps between the last two of them. Without a bound,
-            the line through the first two steps goes too far where values change fast at first.
+        reach: how far beyond the last computed step forecasts go on changing, in gaps between the last two computed
+            steps. Without a bound, the line through the first two steps goes too far where values change fast at first.
     """
 
     def __init__(self, order: int = 1, store_dtype: torch.dtype | None = None, reach: float | None = None) -> None:
@@ -248,7 +248,7 @@ class TaylorSeer(_Newton):
         self._reach = reach
 
     def compute_weights(self, step: int) -> list[float]:
-        """Return the products of the gaps from the computed steps."""
+        """Return the products of the gaps from the computed steps, as in Newton's form."""
         steps = self._steps
         end = float(step)
         # With one step there is no gap to measure by.
@@ -262,9 +262,9 @@ class TaylorSeer(_Newton):
 class FoCa(_Newton):
     """Forecast, then calibrate: the stored value as an ordinary differential equation (arXiv 2508.16211).
 
-    The second order backward formula (BDF2), for the gaps that there are, gives the slope at the last computed step. A
-    step along that slope is the forecast. The same formula gives the slope there, and a step along the mean of both
-    slopes (Heun) is the result. Two computed steps give a line, one gives reuse. It is exact on lines whatever the
+    The second order backward formula (BDF2, for uneven gaps) gives the slope at the last computed step. A step along
+    that slope ends at a first forecast, where the same formula gives a second slope. A step along the mean of both
+    slopes (Heun) is the result. Two computed steps give a line, one gives reuse. FoCa is exact on lines whatever the
     gaps. Far from the last computed step it counts half of a parabola's curvature, and so overshoots less.
 
     The paper feeds forecasts back as if they had been computed. Here only computed steps count.
@@ -302,12 +302,12 @@ CHUNK_ELEMENTS = 2**20
 class DMD(Forecaster):
     """Dynamic mode decomposition: a sequence as a sum of exponentials (Schmid 2010; Prony 1795).
 
-    The map that takes each snapshot y_k to the next, restricted to what they span, has eigenvalues z and modes; a
-    forecast advances the modes of the last snapshot by powers of z. All of it follows from the inner products of the
-    snapshots, a small matrix: no tensor is decomposed, and the result is a weighted sum of snapshots.
+    The linear map from each snapshot y_k to the next, restricted to the span of the snapshots, has eigenvalues z and
+    modes. A forecast advances the modes of the last snapshot by powers of z. All of it follows from the inner products
+    of the snapshots, a small matrix: no tensor is decomposed, and the result is a weighted sum of snapshots.
 
-    It takes the longest evenly spaced run up to the last snapshot. A run of fewer than four gives the line through the
-    last two snapshots. Where the decomposition is not finite, the forecast is the last snapshot. It is exact on sums
+    DMD takes the longest evenly spaced run up to the last snapshot. A run of fewer than four gives the line through the
+    last two snapshots. Where the decomposition is not finite, the forecast is the last snapshot. DMD is exact on sums
     of fewer exponentials than snapshots, each in a direction of its own (complex ones come in pairs). The first
     forecast after a computed step makes the fit, and waits for the device.
 
@@ -338,7 +338,7 @@ class DMD(Forecaster):
         self._modes = None
 
     def describe_state(self, step: int) -> None:
-        """Return None: weights come from the numbers of the snapshots."""
+        """Return None: weights come from the values of the snapshots."""
 
     def _continue_sequence(self, step: int) -> Tensor:
         latest = self._tensors[0]
@@ -351,7 +351,7 @@ class DMD(Forecaster):
             run += 1
         if run < MIN_SNAPSHOTS:
             return torch.lerp(self._tensors[1], latest, (step - before) / (last - before))
-        # The earliest first, as the decomposition counts them.
+        # `Modes` takes the earliest snapshot first.
         snapshots = self._tensors[:run][::-1]
         if self._modes is None:
             self._modes = Modes(self._total(compute_gram_matrix(snapshots)), self._rank, self._ridge)
@@ -403,7 +403,7 @@ class Chebyshev(Forecaster):
         """Do nothing: calls are not recorded, because the matrix of the steps is kept in Python."""
 
     def describe_state(self, step: int) -> None:
-        """Return None: weights come from the matrix of all steps."""
+        """Return None: weights depend on all computed steps."""
 
     def _continue_sequence(self, step: int) -> Tensor:
         share = self._config.share
@@ -419,7 +419,7 @@ class Chebyshev(Forecaster):
     def _compute_basis(self, step: int) -> Tensor:
         """Return the polynomials T_0, T_1 .. at a step, as float64 on the CPU. The time is scaled to -1 .. 1."""
         time = 2 * step / self._config.steps - 1
-        # Rounding may lead out of the interval.
+        # Rounding may lead out of the interval, where `acos` raises.
         angle = math.acos(min(max(time, -1.0), 1.0))
         values = [math.cos(k * angle) for k in range(self._config.degree + 1)]
         return torch.tensor(values, dtype=torch.float64)
@@ -444,26 +444,26 @@ class Modes:
         # `eigh` has the smallest first; rounding makes some of them negative.
         singular = squares.clamp(min=0).sqrt().flip(0)
         first = float(singular[0])
-        num_known = int((singular > NOISE * first).sum())
-        count = min(num_known, rank or len(singular))
+        num_above_noise = int((singular > NOISE * first).sum())
+        count = min(num_above_noise, rank or len(singular))
         # Snapshots of zeros have no modes, nor do those with NaN or infinity.
         if not first > 0 or not math.isfinite(first):
             return
         inverse = vectors.flip(1)[:, :count] / (singular[:count] + ridge * first)
-        values, within = torch.linalg.eig(inverse.T @ gram[:-1, 1:] @ inverse)
-        of_snapshots = inverse.to(within.dtype) @ within
+        eigenvalues, eigenvectors = torch.linalg.eig(inverse.T @ gram[:-1, 1:] @ inverse)
+        coefficients = inverse.to(eigenvectors.dtype) @ eigenvectors
         later, basis = torch.linalg.eigh(gram[1:, 1:])
-        # The square of this matrix is the matrix of inner products.
-        root = (later.clamp(min=0).sqrt()[:, None] * basis.T).to(within.dtype)
-        solution = torch.linalg.lstsq(root @ of_snapshots, root[:, -1:], driver="gelsd").solution
-        self._fit = (values, of_snapshots, solution[:, 0])
+        # root^T root is the matrix of inner products, so root stands for the snapshots in a least squares fit.
+        root = (later.clamp(min=0).sqrt()[:, None] * basis.T).to(eigenvectors.dtype)
+        solution = torch.linalg.lstsq(root @ coefficients, root[:, -1:], driver="gelsd").solution
+        self._fit = (eigenvalues, coefficients, solution[:, 0])
 
     def compute_weights(self, ahead: float) -> list[float] | None:
-        """Return the weights of y_1 .. y_m in the value `ahead` spacings after y_m. None where they are not finite."""
+        """Return the weights of y_1 .. y_m in the value `ahead` spacings after y_m; None unless all are finite."""
         if self._fit is None:
             return None
-        values, of_snapshots, amplitudes = self._fit
-        weights = (of_snapshots @ (values**ahead * amplitudes)).real.tolist()
+        eigenvalues, coefficients, amplitudes = self._fit
+        weights = (coefficients @ (eigenvalues**ahead * amplitudes)).real.tolist()
         if not all(map(math.isfinite, weights)):
             return None
         return weights

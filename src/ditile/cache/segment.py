@@ -3,8 +3,8 @@
 In a skipped segment the blocks pass their inputs on, and the last block returns the first block's input plus the
 residual. The residual includes what the model's forward does between blocks (a ControlNet adds to the tokens).
 
-The residual is a forecast from the computed steps, for each stream, unit and patch. It is what the blocks add to the
-tokens, or with `store="hidden"` the tokens after the blocks.
+The residual is forecast from the computed steps, separately for each stream, patch and unit (rows of the batch that are
+decided on together). It is what the blocks add to the tokens, or with `store="hidden"` the tokens after the blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Segment:
     """Neighbouring blocks.
 
     Args:
-        hooks: around the blocks, in order.
+        hooks: the hooks around the blocks, in order.
         residuals: the memory of what the blocks add.
     """
 
@@ -57,6 +57,7 @@ class Segment:
         inside: BlockHandler | None
         if not any(skips):
             ends = self._run_whole_batch
+            # Blocks in between run without a handler, once their results have been seen.
             inside = None
             if not self._has_run:
                 inside = self._run_whole_batch
@@ -82,7 +83,7 @@ class Segment:
             hook.handle = None
 
     def _run_whole_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first or last block of a segment; in the first call any block, to see the form of its result."""
+        """Run the first or last block of a segment. In the first call every block comes here, to see its result."""
         if hook is self._first:
             self._start = hook.copy_tokens(args, kwargs)
         out = hook.forward(*args, **kwargs)
@@ -90,7 +91,7 @@ class Segment:
             self._has_run = True
             self._store_residuals(hook.unpack_tokens(out))
         elif not self._has_run:
-            # The hook learns in which form its block returns tokens.
+            # The hook learns in which form its block returns tokens, to return skipped ones alike.
             hook.unpack_tokens(out)
         return out
 
@@ -137,10 +138,10 @@ class Segment:
         tables = [name for name in ROTARY_ARGUMENTS if name in named and _is_flat_table(named[name])]
         cut = slice_batch_arguments(named, self._call.batch_size, lambda x: x.index_select(0, index), tables)
         computed = hook.unpack_tokens(hook.forward(**cut))
-        image = _scatter_batch(state.image, computed.image, index)
+        image = _scatter_batch(state.image, computed.image, index, self._call.batch_size)
         text = computed.text
         if text is not None:
-            text = _scatter_batch(state.text, text, index)
+            text = _scatter_batch(state.text, text, index, self._call.batch_size)
         out = TokenState(image, text)
         if hook is not self._last:
             return hook.pack_tokens(out)
@@ -165,7 +166,7 @@ class Segment:
 
 
 def _pass_tokens_on(hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a block's result if it did nothing."""
+    """Return the inputs of a block in the form of its result."""
     return hook.pack_tokens(hook.read_tokens(args, kwargs))
 
 
@@ -178,31 +179,31 @@ def _is_flat_table(table: Any) -> bool:
     return not isinstance(table, tuple | list) or all(map(_is_flat_table, table))
 
 
-def _scatter_batch(whole: Tensor | None, new_entries: Tensor, index: Tensor) -> Tensor:
+def _scatter_batch(whole: Tensor | None, new_rows: Tensor, index: Tensor, batch_size: int) -> Tensor:
     """Return `whole` with some of its rows replaced."""
-    if whole is not None and whole.shape[1:] == new_entries.shape[1:]:
+    if whole is not None and whole.shape[1:] == new_rows.shape[1:]:
         output = whole.clone()
     else:
-        rows = len(index) if whole is None else whole.shape[0]
-        output = new_entries.new_zeros((rows, *new_entries.shape[1:]))
-    output[index] = new_entries
+        # The blocks make another form of the stream: the last block replaces the other rows by forecasts.
+        output = new_rows.new_zeros((batch_size, *new_rows.shape[1:]))
+    output[index] = new_rows
     return output
 
 
 KeepMemory = Callable[..., Tensor]
-"""(*its purpose, like) -> memory of a tensor's shape and type."""
+"""(*purpose, like) -> memory for that purpose, with the shape and type of `like`."""
 
 
 class Residuals:
     """The memory of one run of blocks.
 
     Args:
-        make: a new forecast for a stream.
+        make: makes the forecaster of a stream.
         hidden: keep the tokens after the blocks instead of what the blocks add.
-        keep: (purpose, like) -> memory that stays between generations; None if no memory needs to stay.
+        keep: makes memory that stays between generations; None if no memory needs to stay.
 
     Attributes:
-        stored: what was stored since `describe_state`.
+        stored: the keys of what was stored since `describe_state`.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class Residuals:
     def store_residuals(
         self, stream: str, call: CacheCall, start: Tensor | None, out: Tensor, skips: Sequence[bool]
     ) -> None:
-        """Store a computed step of the units that are not left out.
+        """Store a computed step of the units that are not skipped.
 
         Args:
             stream: "image" or "text".
@@ -245,7 +246,7 @@ class Residuals:
         Args:
             stream: "image" or "text".
             start: the tokens before the blocks, of all rows `[rows, tokens, channels]`.
-            unit: whose rows are returned; None is all of them.
+            unit: the unit whose rows are returned; None is all of them.
         """
         if unit is None and call.units[0].among > 1:
             unit_tokens = [self.forecast_tokens(stream, call, start, unit) for unit in call.units]
@@ -275,9 +276,9 @@ class Residuals:
         return self._make_forecaster_key("text", call, call.moment.patches[0], call.units[0]) in self._forecasters
 
     def describe_state(self, call: CacheCall) -> Hashable | None:
-        """Describe the state on which blocks depend in a call, without the numbers in tensors.
+        """Describe the state on which the blocks of a call depend, without reading tensors.
 
-        Returns None if that state depends on numbers or is unknown, as in a first call, which remembers something.
+        Returns None if that state depends on values in tensors, or nothing is remembered yet.
         """
         self.stored = []
         self._known = {key: forecaster.state for key, forecaster in self._forecasters.items()}
@@ -289,7 +290,7 @@ class Residuals:
                     key = self._make_forecaster_key(stream, call, patch, unit)
                     forecaster = self._forecasters.get(key)
                     if forecaster is None and stream == "text":
-                        # The text of some families, and of most patches, is not remembered.
+                        # Some families remember no text, and the others do for the first patch only.
                         states.append(None)
                         continue
                     if forecaster is None:
@@ -307,7 +308,7 @@ class Residuals:
 
     @contextmanager
     def go_back(self) -> Iterator[None]:
-        """Go back to the state at `describe_state` within this context, which must store no new values."""
+        """Go back to the state at `describe_state` within this context, which must store under no new keys."""
         stored = self.stored
         states = {key: forecaster.state for key, forecaster in self._forecasters.items()}
         self._set_states(self._known)
@@ -323,7 +324,7 @@ class Residuals:
             self._forecasters[key].state = state
 
     def note_played_call(self, stored: Iterable[tuple[object, ...]], step: int) -> None:
-        """Note the values that a played tape stored; `stored` is that of the recording."""
+        """Note that a played tape has stored values; `stored` has the keys from its recording."""
         for key in stored:
             self._forecasters[key].note_played_step(step)
 
@@ -344,7 +345,7 @@ class Residuals:
             new_key = self._make_forecaster_key(stream, call, patch, new_unit)
             forecaster = self._forecasters[new_key] = self._make_forecaster(stream)
             if self._keep is not None:
-                # Calls of other kinds may remember tensors of the same shape, so they are counted too.
+                # The count tells calls of different kinds apart, which may remember tensors of the same shape.
                 place = (stream, call.moment.branch, patch, new_unit.place, new_unit.among, len(self._forecasters))
                 forecaster.make_slot = partial(self._keep, *place)
             if whole is not None:

@@ -1,4 +1,4 @@
-"""The lists of a transformer's blocks and their flow: from the table; of another class, the lab reads its source."""
+"""The lists of a transformer's blocks and their flow. Where the table lacks the class, the lab reads its source."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def find_block_lists(transformer: nn.Module) -> list[BlockList]:
     """Return the lists of a transformer's blocks, in order of execution.
 
     Raises:
-        ModelError: if its blocks must not be skipped, or no list, or no flow of its blocks, is known.
+        ModelError: if its blocks must not be skipped, or its lists or the flow of its blocks are not known.
     """
     return look_up_block_lists(transformer) or import_lab("study.flows").discover_block_lists(transformer)
 
 
 def look_up_block_lists(transformer: nn.Module) -> list[BlockList]:
-    """Return the lists of a transformer in the table; empty if the table does not know it.
+    """Return the lists of a transformer from the table; empty if the table lacks its class.
 
     Raises:
         ModelError: if its blocks must not be skipped.
@@ -48,7 +48,7 @@ def look_up_block_lists(transformer: nn.Module) -> list[BlockList]:
     lists = []
     for name, flow in entry.lists.items():
         blocks = tuple(get_module_list(model, name))
-        # The last blocks of a list may be called on another stream.
+        # An attribute of the model says how many of the last blocks are called on another stream.
         if name in entry.apart:
             blocks = blocks[: len(blocks) - int(getattr(model, entry.apart[name]))]
         if blocks:
@@ -57,7 +57,7 @@ def look_up_block_lists(transformer: nn.Module) -> list[BlockList]:
 
 
 def find_list_flow(transformer: nn.Module, name: str, blocks: Iterable[nn.Module]) -> Flow | None:
-    """Return the flow of a list's blocks, by table or source; None if they differ, or it is unknown."""
+    """Return the flow of a list's blocks, by table or source; None if it differs from block to block, or is unknown."""
     model = unwrap_module(transformer)
     for block_list in look_up_block_lists(model):
         if block_list.name == name:

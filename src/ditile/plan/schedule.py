@@ -83,12 +83,12 @@ class PatchSchedule:
         batch: rows of a transformer call, which a pipelined synchronous step computes in micro-batches.
         again: later steps that are synchronous too.
         references: in which asynchronous steps patches of reference images are computed; see `Plan.references`.
-        num_references: how many of the patches, the first ones, are of reference images; no latents belong to them.
-        reference_share: of the work of a whole step that is theirs.
+        num_references: how many patches, from the first on, are of reference images, and so have no latents.
+        reference_share: the share of these patches in the work of a whole step.
         shares_latents: whether every stage gets the denoised patches, and not only the first.
         late: steps whose denoised patches come back once all of them are denoised, and not one by one.
-        uneven_latents: whether patches have none, as in reference images, or are stepped by two schedulers, as in a
-            video and its sound.
+        uneven_latents: whether some patches have no latents, as those of reference images, or are stepped by two
+            schedulers, as those of a video and its sound.
     """
 
     stages: int
@@ -127,9 +127,9 @@ class PatchSchedule:
         return step < self.warmup or step in self.again or self.patches * self.distrifusion == 1
 
     def sends_in_full(self, step: int) -> bool:
-        """Return whether no message of a step may be a difference.
+        """Return whether no message of a step may be a difference from an earlier one.
 
-        It is synchronous where keys are stale in others, or it is the first of another model.
+        This is so in synchronous steps, if others are not, and in `again`, the first steps of another model.
         """
         return step in self.again or (self.patches * self.distrifusion > 1 and self.is_synchronous(step))
 
@@ -244,10 +244,9 @@ class PatchSchedule:
         return step + 1
 
     def iter_ops_before_call(self, stage: int, micro: MicroStep, calls: int = 1) -> Iterator[Op]:
-        """Yield the ops of a stage before the pipeline computes a micro-step. A reader of latents takes the denoised
-        patches in them.
+        """Yield the ops of a stage before the pipeline computes a micro-step.
 
-        The other members of a warmup group get the whole latents.
+        Readers of latents take denoised patches; the other members of a warmup group get the whole latents.
         """
         if self.stages == 1:
             return
@@ -266,10 +265,10 @@ class PatchSchedule:
             yield Op(OpKind.RECEIVE_WHOLE_LATENTS, step, None, peer=last)
 
     def iter_takes(self, stage: int, micro: MicroStep, turn: int, calls: int) -> Iterator[Op]:
-        """Yield the denoised patches that a reader of latents takes before a call. It takes each when it may be back.
+        """Yield the denoised patches that a reader of latents takes before a call, each as soon as it may be back.
 
-        A send waits for its receive, and a launch may wait for all messages of a device. Stages never wait for each
-        other in a ring if each one takes a patch before it is far ahead of it.
+        A send waits for its receive, and a launch may wait for all messages of a device. So stages would wait for each
+        other in a ring if a reader ran far ahead before it took a patch.
 
         Args:
             turn: which of the `calls` that this stage makes in the micro-step; -1 before the pipeline computes
@@ -299,7 +298,7 @@ class PatchSchedule:
         with_latents = self.patches - references
         taken = step * with_latents
         if micro.patch is not None:
-            # If references are skipped, patches have less time to come back.
+            # In a step that skips references, fewer micro-steps pass before a patch is needed again.
             left_out = 0
             left_out_before = 0
             if references and not self.computes_references(step):
@@ -395,22 +394,23 @@ def _count_calls_ahead(stages: int, patches: int, calls: int, stage: int, has_ro
 def _count_early_patches(
     patch: int, turn: int, calls: int, ahead: int, patches: int, references: int, left_out: int, before: int
 ) -> int:
-    """Count the patches of its own step taken before a call of an asynchronous micro-step. Negative if earlier ones are
-    missing.
+    """Count the patches of this step that are taken before a call of an asynchronous micro-step.
+
+    The count is negative if patches of the step before have yet to be taken.
 
     Args:
         ahead: after how many calls a patch is taken.
-        patches, references: of all, and the first ones that have no latents.
-        left_out, before: how many of these are not computed in the step, and in the step before.
+        patches, references: the number of all patches, and of the first ones that have no latents.
+        left_out, before: how many references are not computed in the step, and in the step before.
     """
     with_latents = patches - references
-    # Patches of the step before must be there when their turn comes again.
+    # A patch must be back from the step before when its turn comes again.
     due = max(patch + 1 - references, 0) - with_latents
     newest = patch - left_out - (ahead - turn + calls - 1) // calls
     if newest >= 0:
         early = max(left_out + newest + 1 - references, 0)
     elif newest + patches - before >= 0:
-        # It belongs to the previous step. In a whole step patches come back one after the other, too.
+        # The newest patch is of the step before. Patches of a whole step come back one after the other too.
         early = max(patches + newest + 1 - references, 0) - with_latents
     else:
         early = -with_latents

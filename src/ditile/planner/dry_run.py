@@ -29,7 +29,7 @@ from ditile.runner.requests.pipelines import find_output_kind, name_pipeline
 from ditile.runner.table import describe_plan
 
 STEPS_SHOWN = 2
-_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_PATCH_MARKS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArguments, engine: EngineOptions) -> str:
@@ -39,30 +39,30 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
         options: the request; the defaults of the model and its pipeline complete it. For a hub id only configs are
             fetched.
         configs: the keyword arguments for `enable_cache`.
-        engine: has the type of numbers.
+        engine: has the dtype.
 
     Raises:
         LoadError, ModelError, PlanError: if the model is missing, is not known, does not take one of the options, or
             does not fit the plan or the cache.
     """
     subject, call = _read_planned_call(options)
-    # Who asks how a model would be divided means GPUs, on whichever machine.
+    # A dry run is about GPUs, even on a machine without any.
     source = find_model_source(options.model, weights=False)
     dtype = choose_dtype_name(source, engine.dtype, on_gpu=True)
     element_size = getattr(torch, dtype).itemsize
     job = build_subject_job(subject, plan, call, configs, element_size)
     table = describe_plan(options.model, job, ["any"] * plan.world)
-    # The steps before stale keys are used, and two after them.
-    shown = STEPS_SHOWN
-    if plan.warmup < 2:
-        shown = min(plan.warmup + STEPS_SHOWN, job.shape.steps)
-    chart = _render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))
+    # A warmup of one step is shown in addition; of a longer one only the first steps are, to keep the chart narrow.
+    num_shown = STEPS_SHOWN
+    if plan.warmup < STEPS_SHOWN:
+        num_shown += plan.warmup
+    chart = _render_gantt_chart(job.step_schedule, min(num_shown, job.shape.steps), job.count_calls_in_step(1))
     pipeline = ""
     # The conditions of a request may choose another class than that of the model.
     chosen = choose_requested_class(options)[0] if options.conditions else None
     if chosen is not None:
         pipeline = f"pipeline: {name_pipeline(chosen)}\n"
-    return f"{pipeline}{_describe_components(options)}{table}\nnumbers: {dtype}\n\n{chart}"
+    return f"{pipeline}{_describe_components(options)}{table}\ndtype: {dtype}\n\n{chart}"
 
 
 def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArguments) -> PlannedCall:
@@ -96,18 +96,18 @@ def _render_gantt_chart(schedule: PatchSchedule, steps: int, calls: int) -> str:
     """Render the first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of
     time."""
     num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
-    # A cell is the longest time that divides the time of each op.
-    cell = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
+    # One column is the longest time of which each op takes a whole number.
+    column_time = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
     spans = []
     for span in simulate_schedule(schedule, calls=calls):
         if span.op.kind is OpKind.COMPUTE and span.op.step < steps:
             spans.append(span)
-    width = max(round(span.end / cell) for span in spans)
+    width = max(round(span.end / column_time) for span in spans)
     rows = [["."] * width for _ in range(schedule.stages)]
     for span in spans:
         patch = span.op.patch
-        mark = "=" if patch is None else _LETTERS[patch % len(_LETTERS)]
-        for column in range(round(span.start / cell), round(span.end / cell)):
+        mark = "=" if patch is None else _PATCH_MARKS[patch % len(_PATCH_MARKS)]
+        for column in range(round(span.start / column_time), round(span.end / column_time)):
             rows[span.stage][column] = mark
     lines = [f"stage {stage:<2} |{''.join(row)}|" for stage, row in enumerate(rows)]
     legend = "= a whole synchronous step, 0-9.. a patch of an asynchronous one, . idle"
@@ -125,7 +125,7 @@ def _describe_components(options: GenerateOptions) -> str:
 def build_subject_job(
     subject: PlanSubject, plan: Plan, call: CallArguments, configs: CallArguments, element_size: int = 4
 ) -> PlannedCall:
-    """Plan a call of a model with numbers of `element_size` bytes.
+    """Plan a call of a model with values of `element_size` bytes.
 
     Raises:
         ModelError, PlanError: if the model is not known, or does not fit the plan or the cache.

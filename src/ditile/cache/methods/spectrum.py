@@ -1,7 +1,7 @@
 """Spectrum: the output of the last block is forecast by Chebyshev polynomials, in ever longer gaps (arXiv 2603.01623).
 
-For each token and channel h(t) = sum of c_k T_k(2 t / steps - 1) is fitted to all computed steps by ridge regression.
-After a warmup, one step is computed in each window, and the window grows with each of them.
+For each token and channel the output at step t is h(t) = sum of c_k T_k(2 t / steps - 1), fitted to all computed steps
+by ridge regression. After a warmup, one step is computed in each window, and each window is longer than the last.
 
 Cost: degree + 1 sums the size of the tokens, in float32 at least; two more values where the forecast is mixed with a
 line. Nothing is compared or sent, as every rank knows the schedule and each token is forecast by itself. A window of 1
@@ -31,9 +31,9 @@ class SpectrumConfig(BlockCacheConfig):
         window_size: steps of the first window; with 1, and a flex_window of 0, all steps are computed.
         warmup_steps: the first steps, which compute.
         m: the degree of the polynomials.
-        lam: of the ridge regression.
-        w: the part of the polynomials in a forecast; the rest is the line through the last two computed steps.
-        couple: all images are left out in the same steps, so it is always "batch".
+        lam: the ridge of the regression.
+        w: the share of the polynomials in a forecast; the rest is the line through the last two computed steps.
+        couple: always "batch", because all images skip the same steps.
 
     The others are as in `BlockCacheConfig`; names and defaults are those of the authors' code.
 
@@ -58,16 +58,16 @@ class SpectrumConfig(BlockCacheConfig):
         """Return the windows of `steps` steps as a mask, and a forecast in place of the `calibrator`."""
         mask = [1] * min(self.warmup_steps, steps)
         window = self.window_size
-        streak = 0
+        place = 0
         while len(mask) < steps:
-            streak += 1
-            # Windows are counted in whole steps, and grow by parts of one.
-            if streak < int(window):
+            place += 1
+            # The length of a window grows by a part of a step, but counts in whole steps.
+            if place < int(window):
                 mask.append(0)
                 continue
             mask.append(1)
             window += self.flex_window
-            streak = 0
+            place = 0
         # No block has to run in a step that is forecast.
         rules = DBCacheConfig(
             Fn_compute_blocks=0,
@@ -85,10 +85,10 @@ class ChebyshevCalibratorConfig(Calibration):
     Attributes:
         degree, ridge, share: `m`, `lam` and `w` of `SpectrumConfig`.
 
-    The others are as in `Calibration`: what the last block returned is forecast, and nothing reads its text.
+    The others are as in `Calibration`, with defaults to forecast what the last block returns, without its text.
     """
 
-    # The polynomials are over the time of a generation, from -1 to 1.
+    # The time of the polynomials goes from -1 to 1 in so many steps.
     steps: Positive = 50
     degree: Count = 4
     ridge: Ridge = 0.1

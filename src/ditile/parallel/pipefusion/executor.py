@@ -38,15 +38,16 @@ class PipeFusion:
 
     Args:
         mesh: the stage's place and groups, and the trace that records each op.
-        plan: the patches, and the check of their number.
+        owned: the places of this stage's blocks in the model.
+        plan: the number of patches, and its check.
         joint: where the text is in the sequence.
-        streams: this rank's share of its tokens between the Linears.
+        streams: which tokens this rank has between the Linears of a block.
         warmup_group: computes synchronous steps together; None if stages compute them one after the other.
 
     Attributes:
         is_last_stage: whether this stage makes the prediction and steps the scheduler.
         broken: whether a generation failed while messages may have been under way.
-        row_parts: number of parts into which patches or ranks cut a row of tokens.
+        row_parts: into how many parts patches or ranks cut the rows of tokens.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class PipeFusion:
         if plan.references is None:
             self.row_parts = max(self._patches, plan.distrifusion)
         self._active_blocks = frozenset((0, *owned, owned.stop))
-        self._widths: dict[int, tuple[int, int]] = {}  # of image and text tokens, by branch
+        self._widths: dict[int, tuple[int, int]] = {}  # branch -> channels of image and text tokens
         self._start_of_image = 0
         self._dummies: dict[tuple[int, int], Tensor] = {}
         self._activations_in: ReceivePrefetcher | None = None
@@ -135,8 +136,8 @@ class PipeFusion:
         group = self._mesh.latents
         if group is None or self.stages < 3:
             return
-        # All stages come here with no message under way: opening a connection of NCCL waits for both its ends. The last
-        # stage opens them in the order of the stages, so each of these opens only one.
+        # NCCL opens a connection only when both its ends do, so all stages come here while no message is under way.
+        # The last stage opens one to each further stage, in order.
         if self.is_last_stage:
             for reader in range(len(self._latents_out), self.stages - 1):
                 self._add_latents_sender(group)
@@ -172,17 +173,17 @@ class PipeFusion:
         self.schedule = schedule
         self.generation = generation
         self._has_begun = False  # whether a message may have been sent
-        self._last_expected_step = 0  # of whose activations some are expected
-        self._last_returned_step = -1  # whose denoised patches are expected
+        self._last_expected_step = 0  # the last step of which activations are expected
+        self._last_returned_step = -1  # the last step of which denoised patches are expected
         self._num_taken = 0
-        self._num_sends_due = 0  # until the last one of a call
+        self._num_sends_due = 0  # sends that this call has yet to make
         self._widths.clear()
         self._ops: Iterator[Op] = iter(())
         self._start: Any = None
         self._latents: Sequence[Tensor] = ()
         self._own_calls: Sequence[int] = ()
         self.takes_latents = False
-        # Denoised patches that have arrived early, by step and patch: the number of the scheduler, and the piece.
+        # Denoised patches that have arrived early: (step, patch) -> (number of the scheduler, its piece of the patch).
         self._taken: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
 
     def _list_send_channels(self) -> list[PeerChannel]:
@@ -210,7 +211,7 @@ class PipeFusion:
         if self.warmup_group is not None:
             self.warmup_group.weight_stream.free_buffers()
         self._dummies.clear()
-        # This object outlives the call: without this its keys and latents would stay in memory.
+        # This object outlives the call, whose keys and latents would stay in memory.
         self._latents = ()
         self._taken.clear()
         del self.generation
@@ -219,13 +220,14 @@ class PipeFusion:
 
     def prepare_step(self, step: int, schedule: PatchSchedule) -> None:
         """Prepare for a step; `schedule` now says for certain whether another one follows."""
-        # The previous step depended on messages sent two steps ago, so they have arrived.
+        # The messages of two steps ago have arrived, because the previous step depended on them.
         for channel in self._list_send_channels():
             channel.release_old_sends()
         self._has_begun = True
         self.schedule = replace(schedule, batch=self.generation.batch)
         # Post a receive only for a message that will certainly be sent: any other receive would never end.
         if step > 0 and self._activations_in is not None:
+            # `_post_before_send` may have expected the first one already.
             num_expected = int(self._last_expected_step == step)
             self._activations_in.expect_messages(islice(self._list_message_keys(step), num_expected, None))
             self._last_expected_step = step
@@ -301,6 +303,8 @@ class PipeFusion:
         # In the first micro-step the last stage alone knows which call is the last.
         if self._num_sends_due or (now.calls is None and not self.is_last_stage):
             return
+        # What comes next is the next call of this micro-step; for the last stage, which sends once it has stepped, and
+        # after the last call, it is the next micro-step.
         micro: MicroStep | None = now.micro_step
         calls = now.own_calls
         turn = 0
@@ -318,6 +322,7 @@ class PipeFusion:
         if self._latents_in is not None and self.takes_latents:
             references = self.schedule.num_references
             due = self.schedule.count_taken_patches(self.stage, micro, turn, len(calls))
+            # The first patch that is not due, as (step, patch with latents).
             end = divmod(due, self._patches - references)
             self._latents_in.post_due(lambda key: (key.step, key.patch - references) < end)
 
@@ -343,8 +348,8 @@ class PipeFusion:
             now.layouts.pop(key)
             now.memory.forget_branch_keys(now.branch)
         self.plan.check(Facts(rows=form.grid.rows))
-        # With two stages both have the latents: the first one embeds them, and the last one steps them. The answer
-        # waits for the device, so it is only asked for if needed.
+        # With two stages both have the latents: the first one embeds them, and the last one steps them. With more,
+        # `list_fed_blocks` waits for the device.
         fed_blocks = form.list_fed_blocks() if self.stages > 2 else []
         if fed_blocks:
             if now.dry.patch is None and not now.findings.reads_latents_everywhere:
@@ -397,18 +402,16 @@ class PipeFusion:
             now.dry.latent_rows = range(0)
         if not now.findings.reference_rows:
             return Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
-        # Ranks of DistriFusion split the references, as one patch, and the image.
+        # Under DistriFusion the references are one more patch, which all ranks split.
         patches = self._patches + (self.plan.distrifusion > 1)
         return Layout.cut_around_references(
             form.grid, patches, form.text, self._joint, now.findings.reference_rows, even=self.plan.references == 1
         )
 
     def begin_survey(self) -> None:
-        """Begin the survey of a call with a new form.
-
-        With one stage no message comes before the blocks of the first call.
-        """
+        """Begin the survey of a call with a new form."""
         now = self.generation
+        # With one stage no message comes before the blocks of the first call: an error in its survey breaks nothing.
         is_first_call = now.branch == 0 and now.calls is None
         if self.stages == 1 and is_first_call and now.micro_step.step == 0:
             self._has_begun = False
@@ -505,7 +508,7 @@ class PipeFusion:
         if text is not None:
             own_text = text[:, : len(part.text)]
             all_text = self._gather_tokens("text", own_text, layout.text, [(part.text,) for part in parts])
-        # They are kept in a whole step too: the pipeline may read all of the next step's prediction.
+        # A whole step gathers only to keep all tokens, which patches of the next step return beside their own.
         if now.has_all_image_tokens:
             return TokenState(image, text)
         return TokenState(all_image, all_text)
@@ -634,14 +637,14 @@ class PipeFusion:
         text = state.text
         if part.text:
             own_text = self._streams.locate_own_share(len(part.text))
-            numbers = (own_text.stop - own_text.start) * text_width
-            # The text is sent with the first patch of the image, ahead of it.
-            with_text = 0
+            num_text_values = (own_text.stop - own_text.start) * text_width
+            # The message of the first patch of the image begins with the text.
+            first_patch = 0
             if len(parts) > 1:
-                with_text = tokens.layout.num_references
-            message = parts[with_text]
-            text = message[:, :numbers].unflatten(1, (-1, text_width)).contiguous()
-            parts[with_text] = message[:, numbers:]
+                first_patch = tokens.layout.num_references
+            message = parts[first_patch]
+            text = message[:, :num_text_values].unflatten(1, (-1, text_width)).contiguous()
+            parts[first_patch] = message[:, num_text_values:]
         images = [x.unflatten(1, (-1, width)) for x in parts]
         image = images[0]
         if len(images) > 1:
@@ -654,7 +657,7 @@ class PipeFusion:
                 runs += patch_part.image
             joined = torch.cat(whole, dim=1)
             merged = merge_ranges(runs)
-            # With all tokens of the image the model's own order is needed, which patches may not have.
+            # A rank with all tokens of the image needs them in the model's order, which is not that of the patches.
             if now.has_all_image_tokens and len(merged) > 1:
                 placed = torch.empty_like(joined)
                 write_runs(placed, joined, merged, 1)
@@ -693,8 +696,8 @@ class PipeFusion:
                 message = torch.cat([state.text.flatten(1), message], dim=1)
             if message.dtype != self._like.dtype:
                 raise StateError(
-                    f"blocks made {message.dtype} of {self._like.dtype}, which the next stage waits for, as under "
-                    "torch.autocast they may; give the pipeline one dtype instead, or use pipefusion=1"
+                    f"blocks returned {message.dtype}, and the next stage expects {self._like.dtype}, as their inputs "
+                    "are; give the pipeline one dtype, without torch.autocast, or use pipefusion=1"
                 )
             # The reason for this shape is explained in `_find_activation_form`.
             message = message.unflatten(1, (-1, math.gcd(*widths)))
@@ -707,7 +710,7 @@ class PipeFusion:
     # The methods below describe messages that are to come.
 
     def _list_message_keys(self, step: int) -> Iterator[MessageKey]:
-        # When the last stage steps for the first time, it has made all its calls.
+        # In the first step only the last stage comes here, after its last call: `branch` is then their number.
         calls = self.generation.calls or self.generation.branch
         branches = self.generation.branches(step, calls)
         for op in self.schedule.iter_step_ops(self.stage, step, calls, branches):
@@ -729,14 +732,14 @@ class PipeFusion:
         image = self._streams.locate_own_share(part.image_tokens)
         text = self._streams.locate_own_share(len(part.text))
         width, text_width = self._widths[key.branch]
-        image_numbers = (image.stop - image.start) * width
-        text_numbers = (text.stop - text.start) * text_width
+        image_values = (image.stop - image.start) * width
+        text_values = (text.stop - text.start) * text_width
         # Text and image tokens may differ in channels, so a message is a list of vectors whose length divides both:
         # transport packs and counts vectors.
         vector = math.gcd(width, text_width)
-        shape = (len(rows), (image_numbers + text_numbers) // vector, vector)
+        shape = (len(rows), (image_values + text_values) // vector, vector)
         bases = None
-        # This may be a message of the next step.
+        # The message may be of the next step, so the schedule is asked and not the generation.
         if not self.schedule.sends_in_full(key.step):
             bases = now.memory.bases.setdefault(("received", key[1:], shape), {})
         return MessageForm(shape, self._like, bases)

@@ -1,10 +1,10 @@
-"""The "sequence" scheme of tensor parallelism: between its blocks' Linears a rank has its share of the tokens.
+"""The "sequence" scheme of tensor parallelism: between the Linears of a block each rank has a share of the tokens.
 
-A table (`Anatomy.token_streams`) says where: module pattern -> its arguments or results with tokens -> their stream.
-An argument is gathered before the module runs; "return" (or the first of several results) is gathered after it, or, for
-a row-parallel Linear, summed and scattered. A stream is "image", "text" or, where a block has put both into one
-sequence, "text+image": each rank has its share of the text and then its share of the image, and the whole has the same
-order, so that the rotary tables of the undivided call fit.
+A table (`Anatomy.token_streams`) says what is gathered: module pattern -> argument, or "return" for the result ->
+stream. An argument is gathered before the module runs. A result (the first one of several) is gathered after it, or,
+for a row-parallel Linear, summed and scattered. A stream is "image", "text" or, where a block has put both into one
+sequence, "text+image": a rank has its share of the text and then its share of the image. The gathered sequence is all
+text and then all of the image, so that the rotary tables of the undivided call fit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.layout import pick_even_chunk
 
 RETURN = "return"
-Gather = Callable[[Tensor], Tensor]
+TokenFunction = Callable[[Tensor], Tensor]
+"""Gathers the tokens of one argument or result, or sums and scatters them."""
 
 
 class SharedStreams(TokenStreams):
@@ -37,7 +38,7 @@ class SharedStreams(TokenStreams):
         collectives: gather the shares.
 
     Attributes:
-        image, text: whole lengths of the current call's streams, set where they are cut; the same on all ranks.
+        image, text: the whole lengths of the streams in the current call, the same on all ranks.
     """
 
     def __init__(self, axis: Axis, collectives: TensorCollectives) -> None:
@@ -61,7 +62,7 @@ class SharedStreams(TokenStreams):
         return self._collectives.gather_streams(x, [length])
 
     def gather_tokens(self, path: str, stream: str, x: Tensor) -> Tensor:
-        """Gather a module's whole argument or result from every rank's share.
+        """Gather the whole argument or result of a module from the shares of all ranks.
 
         Raises:
             StateError: if `x` is not this rank's share.
@@ -71,7 +72,7 @@ class SharedStreams(TokenStreams):
         if x.shape[1] != own:
             raise StateError(
                 f"{path} was given {x.shape[1]} tokens of {stream}, and this rank's share of {sum(lengths)} is {own}; "
-                "call it with the share, unchunked"
+                "call it once, with the whole share"
             )
         return self._collectives.gather_streams(x, lengths)
 
@@ -91,23 +92,23 @@ def install_token_gathers(
     cuts: TensorCuts,
     table: Mapping[str, Mapping[str, str]],
     streams: SharedStreams,
-) -> dict[str, Gather]:
+) -> dict[str, TokenFunction]:
     """Hook the gathers into a model.
 
     Returns:
-        By path, the function that sums and scatters the output of each row-parallel Linear.
+        The path of each row-parallel Linear -> the function that sums and scatters its output.
 
     Raises:
         ModelError: if a row-parallel Linear is not in the table.
     """
-    scatters: dict[str, Gather] = {}
+    scatters: dict[str, TokenFunction] = {}
     for pattern, names_of_streams in table.items():
         for path, module in match_modules(transformer, pattern):
             if path in cuts.styles:
                 # A row-parallel Linear sums, so its scatter takes the place of its sum.
                 scatters[path] = partial(streams.scatter_tokens, names_of_streams[RETURN])
                 continue
-            gather: dict[str, Gather] = {}
+            gather: dict[str, TokenFunction] = {}
             for what, stream in names_of_streams.items():
                 gather[what] = exclude_from_compile(partial(streams.gather_tokens, path, stream))
             # The result is gathered after the module; all others are arguments and are gathered before it.
@@ -126,7 +127,7 @@ def install_token_gathers(
 
 def _gather_arguments(
     names: Sequence[str],
-    gather: Mapping[str, Gather],
+    gather: Mapping[str, TokenFunction],
     _: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -142,7 +143,7 @@ def _gather_arguments(
     return tuple(whole_args), whole_kwargs
 
 
-def _gather_result(gather: Gather, _: nn.Module, __: Any, result: Any) -> Any:
+def _gather_result(gather: TokenFunction, _: nn.Module, __: Any, result: Any) -> Any:
     if isinstance(result, tuple):
         return (gather(result[0]), *result[1:])
     return gather(result)

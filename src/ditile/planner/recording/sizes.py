@@ -1,8 +1,8 @@
 """Runs code only for the sizes of its tensors: values that depend on weights or noise are never computed.
 
-A model's parameters are on the meta device, and its inputs are on the CPU. An operator that reads an unknown number
-makes an uninitialized tensor of the right shape, and its memory is never touched. All others are computed, such as
-lengths, masks, and positions, because a pipeline or a forward uses them to decide.
+A model's parameters are on the meta device, and its inputs are on the CPU. An operator that reads an unknown value
+makes an uninitialized tensor of the right shape, whose memory is never touched. All other operators compute: lengths,
+masks and positions must be known, because a pipeline or a forward uses them to decide.
 
     with SizesOnly() as sizes, torch.no_grad():
         pipe(prompt_embeds=sizes.make_unknown(1, 512, 4096), height=720, width=1280)
@@ -23,18 +23,18 @@ from torch.utils._pytree import tree_map, tree_map_only
 from ditile.distributed.recording.segments import list_tensors
 
 LARGE = 2**24
-"""Numbers above which an unknown tensor has no memory of its own."""
+"""An unknown tensor of more elements has no memory of its own."""
 CONSTANTS = {
     getattr(torch.ops.aten, name).default
     for name in ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 }
-"""Operators that read no number of a tensor: their results are known."""
+"""Operators that read only the shape of a tensor: their results are known."""
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 
 
 class SizesOnly(TorchDispatchMode):
-    """Computes no number that follows from an unknown one. Tensors on the meta device are unknown."""
+    """Computes no value that depends on an unknown one. Tensors on the meta device are unknown."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,25 +51,27 @@ class SizesOnly(TorchDispatchMode):
         return tensor
 
     def is_unknown(self, tensor: Tensor) -> bool:
-        """Return whether nobody knows the numbers of a tensor."""
+        """Return whether the values of a tensor are unknown."""
         return tensor.is_meta or tensor.untyped_storage()._cdata in self._unknown
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None and torch.device(kwargs["device"]) == _META:
-            # Pipelines make tensors on the device of their models.
+            # Pipelines make tensors on the device of their models, which is meta here.
             kwargs["device"] = _CPU
         tensors = list_tensors((args, kwargs))
         if not any(map(self.is_unknown, tensors)):
             return func(*args, **kwargs)
+        # Floats stay unknown: nothing is decided by them, and large ones would take memory.
         if func in CONSTANTS and not kwargs.get("dtype", tensors[0].dtype).is_floating_point:
             return func(*args, **kwargs | {"device": _CPU})
         if func is torch.ops.aten.view_as_complex.default:
-            # Both parts of a number must be side by side, which they are not in a tensor without memory of its own.
+            # A view needs both parts of a complex number side by side; a tensor without memory of its own repeats one.
             (parts,) = tensors
             return self._mark_unknown(_make_empty(parts.shape[:-1], None, parts.dtype.to_complex()))
         if func.is_view and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
+        # An operator that writes into a tensor makes it unknown.
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                 return self._mark_unknown(value)
@@ -78,12 +80,12 @@ class SizesOnly(TorchDispatchMode):
         try:
             out = func(*tree_map(_copy_to_meta, args), **tree_map(_copy_to_meta, kwargs))
         except (NotImplementedError, RuntimeError):
-            # The shape depends on numbers, such as those of a mask, so they must be known.
+            # The shape depends on values, such as those of a mask, so these must be known.
             if any(tensor.is_meta or (self.is_unknown(tensor) and not _is_float(tensor)) for tensor in tensors):
                 raise
             return tree_map_only(Tensor, self._mark_unknown, func(*args, **kwargs))
         if func is torch.ops.aten.convolution.default:
-            # Only on the meta device channels may be last.
+            # The meta device may put channels last, unlike the CPU.
             out = out.contiguous()
         return tree_map_only(Tensor, self._make_like, out)
 
@@ -91,7 +93,7 @@ class SizesOnly(TorchDispatchMode):
         """Make an unknown tensor on the CPU like one on the meta device."""
         if _is_float(out):
             return self._mark_unknown(_make_empty(out.shape, out.stride(), out.dtype))
-        # Whole numbers may be indices: they must be in the range of any table.
+        # Integers may be indices, and 0 is in the range of any table.
         return self._mark_unknown(torch.zeros(out.shape, dtype=out.dtype, device=_CPU))
 
 
