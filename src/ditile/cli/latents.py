@@ -188,5 +188,5 @@ def read_facts(path: Path) -> tuple[LatentsFacts, int]:
     except ValidationError as error:
         first = error.errors()[0]
         raise LoadError(f"{path} has latents that are not of this version: {first['loc']}: {first['msg']}") from None
-    *_, rows, _ = (1, 1, *file.get_slice(LATENTS).get_shape())
-    return facts, rows
+    shape = [1, 1] + list(file.get_slice(LATENTS).get_shape())
+    return facts, shape[-2]

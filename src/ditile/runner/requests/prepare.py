@@ -23,7 +23,7 @@ from ditile.runner.model_files import (
 )
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import Status
-from ditile.runner.requests.options import EngineOptions
+from ditile.runner.requests.options import DeviceOptions, EngineOptions
 from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.requests.pipelines import enable_required_tiling
 
@@ -101,7 +101,7 @@ def prepare_transformer(
     return divide_pipeline(build_transformer_calls(transformer, owner), engine, plan, cache, is_whole=is_whole)
 
 
-def set_up_rank(engine: EngineOptions) -> None:
+def set_up_rank(engine: DeviceOptions) -> None:
     """Silence libraries, and set the threads of this rank."""
     import torch
 
