@@ -270,7 +270,8 @@ class VaeScale(NamedTuple):
             return 1
         chunks, rest = divmod(frames - self.first, self.frames)
         if rest:
-            near = self.first + max(0, round((frames - self.first) / self.frames)) * self.frames
+            # Pipelines that round a number of frames round it up, and allow or refuse the result.
+            near = max(self.first, frames - rest + self.frames)
             first = "one" if self.first == 1 else str(self.first)
             raise ModelError(f"frames={frames} are not a multiple of {self.frames} and {first} more; try frames={near}")
         return self.first_chunk + chunks * self.chunk

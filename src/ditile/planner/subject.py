@@ -547,8 +547,9 @@ class PlanSubject:
 
     def _make_recorded_shape(self, call: CallArguments, element_size: int) -> Shape:
         frames = int(call.get("num_frames") or 1) if self.makes_videos else 1
-        latent_frames = self.scale.count_latent_frames(frames)
+        # The pipeline refuses what it does not make first, so that no number is proposed that it refuses.
         step = self._record(call)
+        latent_frames = self.scale.count_latent_frames(frames)
         heads, head_dim = self.attention_heads
         images = count_images({"prompt": "", **call})
         latents = step.latents // images
