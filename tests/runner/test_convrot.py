@@ -57,6 +57,8 @@ def measure_distance(got: Tensor, wanted: Tensor) -> float:
 def test_a_product_is_that_of_the_rules(size: int, most: int, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure means that a Linear rotates, rounds or scales otherwise than ComfyUI, that a token's result depends on
     its neighbours, or that a compiler cannot capture it."""
+    # How many halves there are to round differs with the numbers.
+    torch.manual_seed(0)
     weight, x = torch.randn(48, 512), torch.randn(2, 40, 512)
     # As models have them: a few large channels, which the rotation spreads over the group.
     x[..., :3] *= 8

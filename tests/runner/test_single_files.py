@@ -23,7 +23,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.load import load_component_file, split_model_file
 from ditile.runner.model_files import find_model_source
 from ditile.runner.weights.checkpoint import Checkpoint, open_tensors
-from ditile.runner.weights.convrot import IntegerFormat
+from ditile.runner.weights.convrot import IntegerFormat, WeightSettings
 from ditile.runner.weights.single_file import ConvertedFile, FileTensor, SingleFile, find_base_models
 from tests import tiny
 from tests.pool import on_ranks
@@ -157,19 +157,20 @@ def test_groups_of_every_size_are_rotated_back() -> None:
     for size in (4, 16, 64, 256):
         integers, scale, wanted = quantize_convrot(weight, size, 127)
         settings = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": size}
-        rows = IntegerFormat.parse_settings(settings, 512).unpack_rows(integers, scale)
+        rows = IntegerFormat.from_settings(WeightSettings.model_validate(settings)).unpack_rows(integers, scale)
         assert torch.allclose(rows, wanted, rtol=0, atol=1e-5)
-    assert IntegerFormat.parse_settings({"format": "convrot_w4a4"}, 128) == ("convrot_w4a4", 256, 2)
+    other = WeightSettings.model_validate({"format": "convrot_w4a4", "params": {"convrot_groupsize": 64}})
+    assert IntegerFormat.from_settings(other) == ("convrot_w4a4", 64, 2)
 
 
 def test_rows_of_other_formats_are_not_joined(tmp_path: Path) -> None:
     """A failure means that one of two tensors that become one is rotated like the other."""
     parts = [FileTensor.from_shape(name, (2, 64), "I8") for name in "ab"]
-    parts[0].integers = IntegerFormat("int8_tensorwise", 64, 1)
+    parts[0].form = IntegerFormat("int8_tensorwise", 64, 1)
     file = SingleFile(tmp_path, {}, open_tensors)
     for wrong in (torch.cat(parts), torch.cat([parts[0][:, :32], parts[0][:, 32:]])):
         wanted = {"weight": torch.empty(wrong.shape, device="meta")}
-        with pytest.raises(LoadError, match="made of tensors like [ab], whose integers are rotated in another way"):
+        with pytest.raises(LoadError, match="made of tensors like [ab], which are quantized in another way"):
             file._check_tensors("Model", {"weight": wrong}, wanted, set())
 
 

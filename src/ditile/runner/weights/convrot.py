@@ -11,20 +11,39 @@ ComfyUI computes with (`tensor/int8.py` and `backends/eager/convrot_w4a4.py` the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import AliasChoices, AliasPath, BaseModel, Field
 from torch import Tensor
 
-from ditile.plan.errors import LoadError
-from ditile.plan.option_classes import JsonObject
+from ditile.parallel.block_formats import CONVROT, RowBlocks
 
 INT8 = "int8_tensorwise"
 INT4 = "convrot_w4a4"
 INTEGER_FORMATS = (INT8, INT4)
 """ComfyUI's names for the formats."""
-GROUP_SIZES = tuple(4**power for power in range(1, 8))
-"""The sizes of regular Hadamard matrices of this kind; files have 256, and a few 64."""
+GROUP_SIZES = tuple(4**power for power in range(8))
+"""The sizes of regular Hadamard matrices of this kind; files have 256, and a few 64. A single column is not rotated."""
+
+
+def _define_setting(default: Any, name: str) -> Any:
+    # Some converters write it into an object of its own, where ComfyUI looks too.
+    return Field(default, validation_alias=AliasChoices(name, AliasPath("params", name)))
+
+
+class WeightSettings(BaseModel):
+    """The JSON in which ComfyUI says how a weight is stored."""
+
+    format: Any = None
+    is_rotated: bool = _define_setting(False, "convrot")
+    group_size: int = _define_setting(256, "convrot_groupsize")
+
+
+class FileSettings(BaseModel):
+    """The settings of a file's weights by their modules, as its header has them."""
+
+    layers: dict[str, WeightSettings] = {}
 
 
 class IntegerFormat(NamedTuple):
@@ -33,40 +52,29 @@ class IntegerFormat(NamedTuple):
     Attributes:
         name: of the format.
         group_size: the columns that are rotated together; 1 if none are.
-        num_packed: the numbers in a byte.
+        numbers: the numbers in a byte.
     """
 
     name: str
     group_size: int
-    num_packed: int
+    numbers: int
+    num_bytes = 1
 
     @classmethod
-    def parse_settings(cls, settings: JsonObject, num_bytes: int) -> IntegerFormat:
-        """Parse the JSON of a weight whose rows have some bytes.
+    def from_settings(cls, settings: WeightSettings) -> IntegerFormat:
+        """Return the format of a weight with these settings."""
+        if settings.format == INT4:
+            return cls(INT4, settings.group_size, 2)
+        return cls(settings.format, settings.group_size if settings.is_rotated else 1, 1)
 
-        Raises:
-            LoadError: if they cannot be rotated in groups of its size.
-        """
-        name = settings["format"]
-        # Some converters write the other settings into an object of their own, where ComfyUI looks too.
-        params = settings.get("params")
-        if isinstance(params, dict):
-            settings = {**params, **settings}
-        num_packed = 2 if name == INT4 else 1
-        if name == INT8 and not settings.get("convrot"):
-            return cls(name, 1, num_packed)
-        group_size = settings.get("convrot_groupsize", 256)
-        columns = num_bytes * num_packed
-        if group_size not in GROUP_SIZES or columns % group_size:
-            raise LoadError(
-                f"says that its {columns} columns are rotated in groups of {group_size!r}; a size that divides them "
-                "and is a power of 4 would be possible"
-            )
-        return cls(name, int(group_size), num_packed)
+    @property
+    def row_blocks(self) -> RowBlocks:
+        """Return the blocks for cutting it."""
+        return RowBlocks(CONVROT, self.group_size, self.group_size)
 
     def unpack_integers(self, stored: Tensor) -> Tensor:
         """Return whole rows with one integer in each byte."""
-        if self.num_packed == 1:
+        if self.numbers == 1:
             return stored
         # Shifts to the right repeat the sign.
         return torch.stack([stored << 4 >> 4, stored >> 4], -1).flatten(-2)

@@ -18,6 +18,7 @@ from transformers import modeling_gguf_pytorch_utils as gguf_models
 
 from ditile.plan.errors import LoadError, join_error_lines
 from ditile.runner.model_files import FLOATS, FP8
+from ditile.runner.weights.convrot import IntegerFormat
 from ditile.runner.weights.single_file import CONVERSION_ERRORS, ConvertedTensor, FileTensors, SingleFile
 
 _SECTIONS = {"general", "tokenizer"}
@@ -45,7 +46,7 @@ def open_encoder_file(path: Path, kind: Any, config: Any) -> Iterator[dict[str, 
             # Integers in place of weights, and tensors beside them that would be left out.
             is_quantized = leaf != "bias" and f"{module}.weight" in tensors
             if leaf == "weight":
-                is_quantized = tensor.integers is None and tensor.stored_type not in FLOATS + FP8
+                is_quantized = tensor.form is None and tensor.stored_type not in FLOATS + FP8
             if is_quantized:
                 raise LoadError(
                     f"{path}: {name} ({tensor.stored_type}) is of weights that are quantized in another way than in "
@@ -69,11 +70,11 @@ class EncoderTensor(ConvertedTensor):
         return torch.Size(self.tensor.get_own_shape())
 
     def __getitem__(self, index: Any) -> Tensor:
-        block = self.tensor.block
-        if block is None:
+        form = self.tensor.form
+        if form is None or isinstance(form, IntegerFormat):
             return super().__getitem__(index)
         # In float32 like transformers; diffusers would unpack to 16 bits.
-        return block.unpack_rows(self.tensor.replay_operations(self.read_stored))[index]
+        return form.unpack_rows(self.tensor.replay_operations(self.read_stored))[index]
 
 
 def _rename_tensors(path: Path, architecture: str, tensors: FileTensors, kind: Any, config: Any) -> FileTensors:

@@ -20,6 +20,7 @@ from diffusers.quantizers.auto import DiffusersAutoQuantizer
 from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFLinear, GGUFParameter
 from torch import Tensor
 
+from ditile.parallel.block_formats import RowBlocks
 from ditile.plan.errors import LoadError
 from ditile.runner.model_files import open_gguf
 
@@ -32,6 +33,11 @@ class BlockFormat(NamedTuple):
     quant_type: Any
     numbers: int
     num_bytes: int
+
+    @property
+    def row_blocks(self) -> RowBlocks:
+        """Return the blocks for cutting it."""
+        return RowBlocks(self.quant_type.name, self.numbers, self.num_bytes)
 
     def unpack_rows(self, packed: Tensor) -> Tensor:
         """Return the numbers of a weight in float32."""
@@ -118,7 +124,7 @@ class GgufTensors:
 
         Args:
             model: the model.
-            tensors: weight -> a tensor with its `block`, as it is quantized; None if it is not.
+            tensors: weight -> a tensor with its `form`, as it is quantized; None if it is not.
             dtype: in which Linears compute.
 
         Returns:
@@ -126,7 +132,7 @@ class GgufTensors:
         """
         weights = {}
         for name, tensor in tensors.items():
-            block = tensor.block
+            block = tensor.form
             if block is not None:
                 empty = torch.empty(1, block.num_bytes, dtype=torch.uint8, device="meta")
                 weights[name] = GGUFParameter(empty, quant_type=block.quant_type)

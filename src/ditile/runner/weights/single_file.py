@@ -22,13 +22,13 @@ import diffusers
 import torch
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from diffusers.loaders.single_file_utils import DIFFUSERS_DEFAULT_PIPELINE_PATHS, infer_diffusers_model_type
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ditile.distributed import files
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import KnownModel, find_known_model, list_known_models
-from ditile.parallel.block_formats import CONVROT, RowBlocks, locate_number, take_pieces
+from ditile.parallel.block_formats import RowBlocks, locate_number, take_pieces
 from ditile.parallel.tensor.cuts import TensorCut
 from ditile.plan.errors import LoadError, join_error_lines
 from ditile.plan.extras import require_extra
@@ -37,7 +37,6 @@ from ditile.runner.model_files import (
     FLOATS,
     FP8,
     GGUF,
-    MOST_SHOWN,
     SCALES,
     TRANSFORMER,
     check_config_counts,
@@ -47,7 +46,13 @@ from ditile.runner.model_files import (
     read_json_object,
 )
 from ditile.runner.weights.checkpoint import Checkpoint, OpenedTensors, OpenTensors, StoredTensor, open_tensors
-from ditile.runner.weights.convrot import INTEGER_FORMATS, IntegerFormat
+from ditile.runner.weights.convrot import (
+    GROUP_SIZES,
+    INTEGER_FORMATS,
+    FileSettings,
+    IntegerFormat,
+    WeightSettings,
+)
 from ditile.runner.weights.prequantized import PrequantizedCheckpoint, StoredWeights
 
 if TYPE_CHECKING:
@@ -106,28 +111,26 @@ class FileTensor(Tensor):
         stored_name: in the file; empty if an operation made it.
         stored_type: the type of its numbers in the file, as the format calls it.
         operation: its origin.
-        block: how it is quantized, if it is; its last dimension then counts bytes.
+        form: how it is quantized, if it is; its last dimension then counts bytes.
         scale: for a tensor of a file, the factor of its numbers, in its shape.
-        integers: ComfyUI's format of it, if that is one of integers; its last dimension then counts bytes too.
     """
 
     scale: FileTensor | None = None
-    integers: IntegerFormat | None = None
     stored_name: str
     stored_type: str
     operation: _Operation | None
-    block: BlockFormat | None
+    form: BlockFormat | IntegerFormat | None
 
     @classmethod
     def from_shape(
-        cls, name: str, shape: Sequence[int], stored_type: str, block: BlockFormat | None = None
+        cls, name: str, shape: Sequence[int], stored_type: str, form: BlockFormat | None = None
     ) -> FileTensor:
         """Build a tensor of a file."""
         tensor = torch.empty(tuple(shape), device="meta").as_subclass(cls)
         tensor.stored_name = name
         tensor.stored_type = stored_type
         tensor.operation = None
-        tensor.block = block
+        tensor.form = form
         return tensor
 
     @classmethod
@@ -146,18 +149,14 @@ class FileTensor(Tensor):
     def _record(self, operation: _Operation) -> None:
         self.stored_name = ""
         self.operation = operation
-        first = _list_operands(operation)[0]
-        self.block = first.block
-        self.integers = first.integers
+        self.form = _list_operands(operation)[0].form
 
     def get_own_shape(self) -> tuple[int, ...]:
         """Return the shape in numbers."""
         shape = tuple(self.shape)
-        if self.integers is not None:
-            return (*shape[:-1], shape[-1] * self.integers.num_packed)
-        if self.block is None:
+        if self.form is None:
             return shape
-        return (*shape[:-1], shape[-1] // self.block.num_bytes * self.block.numbers)
+        return (*shape[:-1], shape[-1] // self.form.num_bytes * self.form.numbers)
 
     def list_stored(self) -> list[FileTensor]:
         """List the tensors in the file from which it is made."""
@@ -264,8 +263,8 @@ class SingleFile:
             if tensor.scale is not None:
                 continue
             form = ""
-            if tensor.integers is not None:
-                form = tensor.integers.name
+            if isinstance(tensor.form, IntegerFormat):
+                form = tensor.form.name
             elif is_scaled and name.endswith(".weight") and tensor.ndim > 1 and tensor.stored_type in FP8:
                 form = "fp8"
             if form:
@@ -300,8 +299,8 @@ class SingleFile:
         numbers = Counter[str]()
         for tensor in self.own_tensors.values():
             form = tensor.stored_type
-            if tensor.integers is not None:
-                form = tensor.integers.name
+            if isinstance(tensor.form, IntegerFormat):
+                form = tensor.form.name
             elif tensor.scale is not None:
                 form = f"{form} with scales"
             numbers[form] += math.prod(tensor.get_own_shape())
@@ -392,20 +391,21 @@ class SingleFile:
                 raise LoadError(
                     f"{self.path}: weight {name} has the shape {list(own_shape)}, and the config says {list(shape)}"
                 )
-            # Rows of one tensor can be rotated back together, and only whole.
             for stored in tensors[name].list_stored():
-                is_part = stored.integers is not None and stored.shape[-1] != tensors[name].shape[-1]
-                if is_part or stored.integers != tensors[name].integers:
+                # Rows of one tensor can be rotated back together, and only whole.
+                is_part = isinstance(stored.form, IntegerFormat) and stored.shape[-1] != tensors[name].shape[-1]
+                if is_part or stored.form != tensors[name].form:
                     raise LoadError(
-                        f"{self.path}: weight {name} is made of tensors like {stored.stored_name}, whose integers are "
-                        f"rotated in another way; take a file of {' or '.join(FP8_FORMATS)}, or of GGUF"
+                        f"{self.path}: weight {name} is made of tensors like {stored.stored_name}, which are quantized "
+                        f"in another way; take a file of {' or '.join(FP8_FORMATS)}, or another one of GGUF"
                     )
-            # Integers in place of a weight mean nothing without their scales.
-            for stored in tensors[name].list_stored() if model_tensor.is_floating_point() else []:
                 # The types of a block are checked where the file is read.
-                is_packed = self.prequantized is not None and stored.stored_name in self.prequantized.library.parts
-                is_quantized = is_packed or stored.block is not None or stored.integers is not None
-                if not is_quantized and stored.stored_type not in FLOATS + FP8:
+                is_quantized = stored.form is not None
+                if self.prequantized is not None:
+                    is_quantized = stored.stored_name in self.prequantized.library.parts
+                # Integers in place of a weight mean nothing without their scales.
+                is_number = not model_tensor.is_floating_point() or stored.stored_type in FLOATS + FP8
+                if not is_quantized and not is_number:
                     raise LoadError(
                         f"{self.path}: weight {name} is stored as {stored.stored_type}, and a model computes with "
                         "floating point numbers; take a file of those, or of GGUF"
@@ -431,7 +431,7 @@ class ConvertedFile:
     @property
     def keeps_integers(self) -> bool:
         """Return whether weights stay in integers."""
-        return any(tensor.integers is not None for tensor in self.tensors.values())
+        return any(isinstance(tensor.form, IntegerFormat) for tensor in self.tensors.values())
 
     @classmethod
     def match_config(cls, file: SingleFile, model_class: Any, own_config: Path | None) -> ConvertedFile:
@@ -466,14 +466,8 @@ class ConvertedFile:
         # diffusers unpacks the weights of these modules.
         unpacked = set(self.model_class._keep_in_fp32_modules or ())
         for name, tensor in self.tensors.items():
-            if not unpacked.isdisjoint(name.split(".")):
-                continue
-            block = tensor.block
-            if block is not None:
-                row_blocks[name] = RowBlocks(block.quant_type.name, block.numbers, block.num_bytes)
-            elif tensor.integers is not None:
-                group_size = tensor.integers.group_size
-                row_blocks[name] = RowBlocks(CONVROT, group_size, group_size)
+            if tensor.form is not None and unpacked.isdisjoint(name.split(".")):
+                row_blocks[name] = tensor.form.row_blocks
         return row_blocks
 
     def count_stored_weights(self) -> StoredWeights:
@@ -487,31 +481,28 @@ class ConvertedFile:
         row_blocks = self.list_row_blocks()
         for name, tensor in self.tensors.items():
             numbers = math.prod(tensor.get_own_shape())
-            if name in row_blocks and tensor.integers is not None:
-                quantized += numbers
+            if name not in row_blocks:
+                plain += numbers
+                continue
+            quantized += numbers
+            if isinstance(tensor.form, IntegerFormat):
                 # int4 is kept as int8. A row has a scale of four bytes.
                 quantized_bytes += numbers + 4 * len(tensor)
-            elif name in row_blocks:
-                quantized += numbers
+            else:
                 quantized_bytes += tensor.numel()
                 before, weights = formats.get(row_blocks[name].name, (0, 0))
                 formats[row_blocks[name].name] = (before + numbers, weights + 1)
-            else:
-                plain += numbers
         return StoredWeights(quantized, plain, quantized_bytes, formats)
 
     def build_checkpoint(self, model: Any, dtype: torch.dtype) -> Checkpoint:
         """Build the checkpoint of a model without weights. Its Linears are replaced if the file has quantized ones."""
-        quantized: frozenset[str] = frozenset()
-        if self.file.gguf is not None:
-            quantized = self.file.gguf.replace_quantized_linears(model, self.tensors, dtype)
         if self.file.prequantized is not None:
             return self.file.prequantized.build_checkpoint(model, dtype)
-        row_blocks = self.list_row_blocks()
-        for path, module in model.named_modules():
-            name = f"{path}.weight"
-            if isinstance(module, nn.Linear) and name in row_blocks and self.tensors[name].integers is not None:
-                quantized |= {name}
+        if self.file.gguf is not None:
+            quantized = self.file.gguf.replace_quantized_linears(model, self.tensors, dtype)
+        else:
+            linears = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+            quantized = frozenset(linears & self.list_row_blocks().keys())
 
         @contextmanager
         def open_converted(path: Path) -> Iterator[OpenedTensors]:
@@ -537,7 +528,7 @@ class _ConvertedTensors:
     def get_slice(self, name: str) -> StoredTensor:
         tensor = self.tensors[name]
         stays_quantized = name in self.quantized
-        if stays_quantized and tensor.integers is not None:
+        if stays_quantized and isinstance(tensor.form, IntegerFormat):
             return IntegerTensor(self.opened, tensor, stays_quantized)
         return ConvertedTensor(self.opened, tensor, stays_quantized)
 
@@ -555,9 +546,8 @@ class ConvertedTensor:
 
     def __getitem__(self, index: Any) -> Tensor:
         content = self.tensor.replay_operations(self.read_stored)
-        block = self.tensor.block
-        integers = self.tensor.integers
-        if integers is not None:
+        form = self.tensor.form
+        if isinstance(form, IntegerFormat):
             rows = index
             columns: Any = ...
             if isinstance(index, tuple) and len(index) == content.ndim:
@@ -565,11 +555,11 @@ class ConvertedTensor:
                 columns = (..., index[-1])
             # A row is rotated back whole.
             scales = self.tensor.replay_operations(self._read_scales)[rows]
-            return integers.unpack_rows(content[rows], scales[..., :1])[columns]
+            return form.unpack_rows(content[rows], scales[..., :1])[columns]
         if any(stored.scale is not None for stored in self.tensor.list_stored()):
             # Operations on a weight move its numbers, so the same operations move their scales.
             return content[index].float().mul_(self.tensor.replay_operations(self._read_scales)[index])
-        if block is None:
+        if form is None:
             return content[index]
         if not self.stays_quantized:
             from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor
@@ -594,21 +584,16 @@ class ConvertedTensor:
 class IntegerTensor(ConvertedTensor):
     """A weight in integers that stays so."""
 
-    def get_dtype(self) -> str:
-        """Return ComfyUI's name of the format."""
-        assert self.tensor.integers is not None
-        return self.tensor.integers.name
-
     def copy_share(self, cut: TensorCut | None, dtype: torch.dtype) -> Tensor:
         """Copy a rank's part of the weight."""
-        integers = self.tensor.integers
-        assert integers is not None
-        require_extra("quantize", integers.name)
+        form = self.tensor.form
+        assert isinstance(form, IntegerFormat)
+        require_extra("quantize", form.name)
         from ditile.runner.weights.convrot_weight import ConvRotInt8
 
-        stored = integers.unpack_integers(self.tensor.replay_operations(self.read_stored))
+        stored = form.unpack_integers(self.tensor.replay_operations(self.read_stored))
         scales = self.tensor.replay_operations(self._read_scales)[:, :1]
-        weight = ConvRotInt8(stored, scales.float().contiguous(), [1, integers.group_size], dtype)
+        weight = ConvRotInt8(stored, scales.float().contiguous(), [1, form.group_size], dtype)
         return take_pieces(weight, *(cut or TensorCut(0, (slice(0, len(stored)),))))
 
 
@@ -622,7 +607,7 @@ def _attach_scales(path: Path, tensors: FileTensors, opened: OpenedTensors) -> F
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         weight = tensors.get(f"{module}.weight")
-        has_scale = weight is not None and (weight.stored_type in FP8 or weight.integers is not None)
+        has_scale = weight is not None and (weight.stored_type in FP8 or weight.form is not None)
         if leaf in SCALES and tensor.stored_type in FLOATS and weight is not None and has_scale:
             if weight.scale is not None:
                 raise LoadError(f"{path}: {module}.weight has a second scale, {name}; a weight has one")
@@ -631,7 +616,7 @@ def _attach_scales(path: Path, tensors: FileTensors, opened: OpenedTensors) -> F
                 raise LoadError(f"{path}: {name} has numbers that cannot be scales: negative, infinite or NaN")
             scale = _spread_scale(tensor, weight.shape)
             is_of_blocks = tensor.numel() not in (1, weight.shape[0])
-            if scale is None or (weight.integers is not None and is_of_blocks):
+            if scale is None or (weight.form is not None and is_of_blocks):
                 raise LoadError(
                     f"{path}: {name} of the shape {list(tensor.shape)} is not a scale of {module}.weight, which has "
                     f"the shape {list(weight.shape)}; one for it, for each of its rows or, in fp8, for blocks of it "
@@ -677,9 +662,9 @@ def _attach_formats(path: Path, tensors: FileTensors, opened: OpenedTensors, hea
         LoadError: if a weight is stored in a way that is not known.
     """
     for module, place, settings in _list_settings(path, tensors, opened, header):
-        form = settings.get("format")
+        form = settings.format
         is_integer = form in INTEGER_FORMATS
-        if settings.get("convrot") and not is_integer:
+        if settings.is_rotated and not is_integer:
             form = f"{form} with convrot"
         elif str(form).startswith(FP8_FORMATS):
             continue
@@ -698,46 +683,42 @@ def _attach_formats(path: Path, tensors: FileTensors, opened: OpenedTensors, hea
                     f"{path}: {place} says that {module}.weight is stored as {form!r}, and it is {weight.stored_type} "
                     f"of the shape {list(weight.shape)}; a matrix of I8 would be"
                 )
-            try:
-                weight.integers = IntegerFormat.parse_settings(settings, weight.shape[-1])
-            except LoadError as error:
-                raise LoadError(f"{path}: {place} {error}") from None
+            weight.form = IntegerFormat.from_settings(settings)
+            size = weight.form.group_size
+            columns = weight.get_own_shape()[-1]
+            if size not in GROUP_SIZES or columns % size:
+                raise LoadError(
+                    f"{path}: {place} says that its {columns} columns are rotated in groups of {size}; a size that "
+                    "divides them and is a power of 4 would be possible"
+                )
 
 
 def _list_settings(
     path: Path, tensors: FileTensors, opened: OpenedTensors, header: str
-) -> list[tuple[str, str, JsonObject]]:
-    """List modules, where the file says how their weights are stored, and what it says: the header or tensors do."""
-    place = "its header"
-    layers = _require_object(path, place, _parse_json(path, place, header)).get("layers", {})
+) -> list[tuple[str, str, WeightSettings]]:
+    """List modules, where the file says how their weights are stored, and what it says: the header or tensors do.
+
+    Raises:
+        LoadError: if it is not JSON as ComfyUI writes it.
+    """
     listed = []
-    for module, settings in _require_object(path, place, layers).items():
-        listed.append((module, place, _require_object(path, place, settings)))
-    for name, tensor in tensors.items():
-        if not _is_settings(name, tensor):
-            continue
-        text = bytes(opened.get_slice(name)[:MOST_IN_FORMAT].tolist())
-        content = _parse_json(path, name, text.decode(errors="replace"))
-        listed.append((name.rpartition(".")[0], name, _require_object(path, name, content)))
+    place = "its header"
+    try:
+        for module, settings in FileSettings.model_validate_json(header).layers.items():
+            listed.append((module, place, settings))
+        for place, tensor in tensors.items():
+            if _is_settings(place, tensor):
+                text = bytes(opened.get_slice(place)[:MOST_IN_FORMAT].tolist())
+                listed.append((place.rpartition(".")[0], place, WeightSettings.model_validate_json(text)))
+    except ValidationError as invalid:
+        problem = invalid.errors(include_url=False)[0]
+        raise LoadError(f"{path}: {place} is not readable JSON of ComfyUI: {problem['msg']}") from None
     return listed
 
 
 def _is_settings(name: str, tensor: FileTensor) -> bool:
     """Return whether a tensor says how the weight beside it is stored."""
     return name.rpartition(".")[2] == FORMAT and tensor.stored_type == "U8" and tensor.ndim == 1
-
-
-def _parse_json(path: Path, name: str, text: str) -> Any:
-    try:
-        return files.parse_json(text)
-    except ValueError as error:
-        raise LoadError(f"{path}: {name} is not readable JSON: {join_error_lines(error)}") from error
-
-
-def _require_object(path: Path, name: str, content: Any) -> JsonObject:
-    if not isinstance(content, dict):
-        raise LoadError(f"{path}: {name} has {str(content)[:MOST_SHOWN]!r} where ComfyUI has a JSON object")
-    return content
 
 
 def find_base_models(path: Path) -> list[str]:
