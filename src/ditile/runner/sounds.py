@@ -113,6 +113,7 @@ def add_sound_stream(container: Any, sound: Sound) -> Any:
 
 def write_samples(container: Any, stream: Any, sound: Sound) -> None:
     """Encode a sound into a stream, and write it."""
+    require_extra("video", "a sound", ["av"])
     import av
 
     samples = np.ascontiguousarray(sound.samples.clip(-1, 1))

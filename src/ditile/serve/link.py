@@ -60,21 +60,17 @@ class Batch:
         for job in self.jobs:
             for name, content in job.inputs.items():
                 files[f"{job.id}/{name}"] = content
-            jobs.append({"id": job.id, "request": job.request.to_json()})
+            jobs.append({"id": job.id, "request": job.request.to_json(), "inputs": list(job.inputs)})
         return {"generate": self.id, "jobs": jobs}, files
 
     @classmethod
     def from_message(cls, message: Message, files: Files) -> Batch:
         """Build the batch of a message."""
-        batch = cls(message["generate"], [])
+        jobs = []
         for values in message["jobs"]:
-            job = BatchJob(values["id"], Request.from_json(values["request"]))
-            for path, content in files.items():
-                job_id, _, name = path.rpartition("/")
-                if job_id == job.id:
-                    job.inputs[name] = content
-            batch.jobs.append(job)
-        return batch
+            inputs = {name: files[f"{values['id']}/{name}"] for name in values["inputs"]}
+            jobs.append(BatchJob(values["id"], Request.from_json(values["request"]), inputs))
+        return cls(message["generate"], jobs)
 
 
 class MessageLink(Protocol):

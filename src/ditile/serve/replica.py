@@ -109,12 +109,12 @@ class Replica(ABC):
         self._sender = ThreadPoolExecutor(1, f"links-{name}")
         self._is_ready = threading.Event()
         self._is_ending = threading.Event()
-        self._is_killed = threading.Event()
+        # Why the ranks are to be ended at once.
+        self._kill_reason: DitileError | None = None
         self._has_ended = asyncio.Event()
         self._stopped_id = ""
         self._stopped_at = 0.0
         self._next_stop: asyncio.TimerHandle | None = None
-        self._hangs = threading.Event()
         # Seconds without a batch after which the ranks end. None keeps them.
         self._idle_seconds = setup.options.idle_unload
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -136,6 +136,7 @@ class Replica(ABC):
         has_ended = asyncio.Event()
         self._has_ended = has_ended
         self._leaves = threading.Event()
+        self._kill_reason = None
         args = (has_ended, self._leaves, self._thread)
         # The thread of the executor starts now, since later the system may allow no more threads.
         self._sender.submit(int)
@@ -161,7 +162,7 @@ class Replica(ABC):
             self._stopped_id = batch_id
             self._stopped_at = now
         elif now - self._stopped_at > STOP_LIMIT:
-            self._hangs.set()
+            self._kill_reason = RankError(0, "hangs", f"a stopped call did not end in {STOP_LIMIT:.0f} s")
             return
         self._sender.submit(self._deliver, {"stop": batch_id}, None)
         self._next_stop = self._loop.call_later(STOP_AGAIN_SECONDS, self.stop, batch_id)
@@ -176,7 +177,7 @@ class Replica(ABC):
             seconds = LEAVE_SECONDS if self.state in ("ready", "asleep") else LEAVE_BUSY_SECONDS
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._has_ended.wait(), seconds)
-            self._is_killed.set()
+            self._kill_reason = StateError("the server ends")
             await self._has_ended.wait()
         self._sender.shutdown()
 
@@ -193,7 +194,6 @@ class Replica(ABC):
             if earlier is not None:
                 earlier.join()
             while not (self._is_ending.is_set() or leaves.is_set()):
-                self._hangs.clear()
                 self._is_ready.clear()
                 error = self._run_ranks(leaves)
                 if error is None or leaves.is_set():
@@ -215,15 +215,15 @@ class Replica(ABC):
                 if has_failed and not has_been_ready and name_cause(error) != NOT_STARTED:
                     return
                 self._is_ending.wait(delay)
+                # This comes before the look at `_is_ending`, which is set before the reason of an ending server.
+                self._kill_reason = None
         finally:
             # Whatever ends this thread, the server must not wait for it when it ends.
             self._post(has_ended.set)
 
     def _raise_if_killed(self) -> None:
-        if self._is_killed.is_set():
-            raise StateError("the server ends")
-        if self._hangs.is_set():
-            raise RankError(0, "hangs", f"a stopped call did not end in {STOP_LIMIT:.0f} s")
+        if self._kill_reason is not None:
+            raise self._kill_reason
 
     def _take_message(self, message: Message, files: Files) -> None:
         """Hand a message of rank 0 to the event loop, from any thread."""
