@@ -25,7 +25,7 @@ MOST_NODES = {
     "model": 53_700,
     "parallel": 67_850,
     "cache": 40_600,
-    "runner": 71_950,
+    "runner": 71_700,
     "planner": 44_200,
     "serve": 40_750,
     "cli": 15_150,
