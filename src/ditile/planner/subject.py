@@ -547,8 +547,7 @@ class PlanSubject:
 
     def _make_recorded_shape(self, call: CallArguments, element_size: int) -> Shape:
         frames = int(call.get("num_frames") or 1) if self.makes_videos else 1
-        # The pipeline refuses what it does not make first, so that no number is proposed that it refuses.
-        step = self._record(call)
+        step = self._record(call)  # the pipeline refuses first, so that no number is proposed that it refuses
         latent_frames = self.scale.count_latent_frames(frames)
         heads, head_dim = self.attention_heads
         images = count_images({"prompt": "", **call})
