@@ -5,11 +5,13 @@ A failure would mean a video that is mute, or whose sound ends before it, or min
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import av
 import diffusers
@@ -20,12 +22,17 @@ import torch
 from ditile import ModelError, Plan, parallelize
 from ditile.cli import main
 from ditile.runner.requests import results, videos
+from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.sounds import Sound, find_sample_rate, list_sounds
+from ditile.serve import worker
+from ditile.serve.jobs import Request
+from ditile.serve.link import BatchJob, WorkerSetup
+from ditile.serve.options import ServeOptions
 from tests import tiny
 from tests.cli.test_cli import refused
-from tests.pool import on_ranks
+from tests.pool import Pool, on_ranks
 from tests.zoo import ZOO, sounds
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -176,6 +183,52 @@ def test_a_pipeline_of_sound_writes_a_wav(capsys: pytest.CaptureFixture[str]) ->
     for skipped in (0, 2):
         assert main.main([*words, "--json", "-"]) == 0
         assert json.loads(capsys.readouterr().out)["skipped"] == skipped
+
+
+class KeptAnswers:
+    """A link that keeps the answers of a rank, and their files."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[dict[str, Any], Any]] = []
+
+    def send_message(self, message: dict[str, Any], files: Any = None) -> None:
+        self.sent.append((message, files))
+
+    def receive_message(self) -> Any:
+        raise EOFError
+
+
+def serve_sounds(rates: list[int]) -> list[tuple[dict[str, Any], Any]]:
+    """The last answers of a server's rank to requests whose videos come with sounds of some rates."""
+    link = KeptAnswers()
+    options = ServeOptions(model="shapes-wan", device="cpu")
+    server = worker.RankWorker(WorkerSetup(options=options, plan=Plan(), cache=CacheOptions()), link)
+    answers = []
+    for rate in rates:
+
+        def list_with_sound(pipe: Any, result: Any, rate: int = rate) -> Any:
+            return [(video, Sound(noise(2, RATE).samples, rate)) for video in results.list_drawn(pipe, result)]
+
+        wanted = GenerateOptions(model="shapes-wan", prompt="a red circle", seed=1, steps=1, frames=5)
+        server._running_id = "batch"
+        with mock.patch.object(worker, "list_outputs", list_with_sound):
+            server._generate_batch([BatchJob("video_x", Request(options=wanted, output_format="mp4"))])
+        answers += link.sent[-1:]
+    return answers
+
+
+def test_a_server_answers_a_video_with_its_sound(pool: Pool) -> None:
+    """A failure would mean mute videos from a server, or ranks that end because of a sound that cannot be written."""
+    [[(done, files), (refused, _)]] = pool.run(serve_sounds, 1, [RATE, 40])
+    assert done["kind"] == "done", done
+    with av.open(io.BytesIO(files["0.mp4"])) as container:
+        (stream,) = container.streams.audio
+        assert stream.duration is not None and stream.time_base is not None
+        fps = done["result"]["fps"]
+        assert abs(float(stream.duration * stream.time_base) - 5 / fps) < 1 / fps
+    assert (
+        refused["kind"] == "failed" and "a sound at 40 Hz: AAC holds 8000 to 96000 Hz" in refused["failure"]["message"]
+    )
 
 
 @pytest.mark.parametrize(

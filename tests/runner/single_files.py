@@ -353,6 +353,68 @@ def write_sparse_file(path: Path, own_shapes: dict[str, list[int]]) -> None:
         file.truncate(8 + len(text) + offset)
 
 
+AUTHORS_NAMES: dict[str, dict[str, str]] = {
+    "MiniMaxH3Transformer3DModel": {
+        "token_refiner.refiner_blocks.": "token_refiner.blocks.", "time_embedder.linear_1.": "time_embedder.proj_in.",
+        "time_embedder.linear_2.": "time_embedder.proj_out.", "audio_proj_in.": "audio_patch_proj.",
+        "context_embedder.": "condition_proj.", "norm_out.norm.": "final_layer.norm.",
+        "norm_out.linear.": "final_layer.adaln_proj.linear.", "audio_proj_out.": "final_layer.audio_out.",
+        ".attn.norm_q.": ".attn.q_norm.", ".attn.norm_k.": ".attn.k_norm.", ".attn.to_out.0.": ".attn.out_proj.",
+        ".ff.net.0.proj.": ".mlp.fc1.", ".ff.net.2.": ".mlp.fc2.", "transformer_blocks.": "blocks.",
+        ".attn.to_q.": ".attn.qkv_proj.",
+    },
+    "Flux3Transformer2DModel": {
+        "target_timestep_embedder.linear_1.": "ref_time_in.in_layer.", ".attn.to_q.": ".q_proj.",
+        "target_timestep_embedder.linear_2.": "ref_time_in.out_layer.", ".attn.to_k.": ".k_proj.",
+        "timestep_embedder.linear_1.": "time_in.in_layer.", "timestep_embedder.linear_2.": "time_in.out_layer.",
+        "norm_out.linear.": "final_layer.image.adaLN_modulation.1.", "single_transformer_blocks.": "single_blocks.",
+        ".attn.to_v.": ".v_proj.", ".attn.to_out.0.": ".attn_out.", ".attn.norm_q.weight": ".norm.query_norm.scale",
+        ".attn.norm_k.weight": ".norm.key_norm.scale", ".ff.linear_in.": ".mlp_in.", ".ff.linear_out.": ".mlp_out.",
+        "x_embedders.": "emb_in.", "context_embedder.": "txt_in.", ".linear.weight": ".lin.weight",
+        "final_layer.image.lin.": "final_layer.image.linear.",
+    },
+    "LTX2VideoTransformer3DModel": {
+        "audio_prompt_adaln.": "audio_prompt_adaln_single.", "video_a2v_cross_attn_scale_shift_table":
+        "scale_shift_table_a2v_ca_video", "audio_a2v_cross_attn_scale_shift_table": "scale_shift_table_a2v_ca_audio",
+        "av_cross_attn_video_scale_shift.": "av_ca_video_scale_shift_adaln_single.", "norm_q": "q_norm",
+        "av_cross_attn_video_a2v_gate.": "av_ca_a2v_gate_adaln_single.", "norm_k": "k_norm",
+        "av_cross_attn_audio_scale_shift.": "av_ca_audio_scale_shift_adaln_single.",
+        "av_cross_attn_audio_v2a_gate.": "av_ca_v2a_gate_adaln_single.",
+    },
+}  # fmt: skip
+"""Parts of diffusers' names -> those of the authors, in the order in which they are replaced."""
+BEGINNINGS: dict[str, dict[str, str]] = {
+    "MiniMaxH3Transformer3DModel": {"proj_in.": "video_patch_proj.", "proj_out.": "final_layer.video_out."},
+    "Flux3Transformer2DModel": {"proj_out.": "final_layer.image.linear.", "mode_blocks.": "content_mode_blocks."},
+    "LTX2VideoTransformer3DModel": {
+        "proj_in.": "patchify_proj.", "audio_proj_in.": "audio_patchify_proj.", "time_embed.": "adaln_single.",
+        "audio_time_embed.": "audio_adaln_single.", "prompt_adaln.": "prompt_adaln_single.",
+    },
+}  # fmt: skip
+"""The same of how names begin."""
+
+
+def list_authors_shapes(model: nn.Module) -> dict[str, list[int]]:
+    """A transformer's tensors as its authors name them."""
+    kind = type(model).__name__
+    shapes: dict[str, list[int]] = {}
+    for own_name, tensor in model.state_dict().items():
+        name, shape = own_name, list(tensor.shape)
+        for beginning, theirs in BEGINNINGS[kind].items():
+            if name.startswith(beginning):
+                name = theirs + name.removeprefix(beginning)
+                break
+        for part, theirs in AUTHORS_NAMES[kind].items():
+            name = name.replace(part, theirs)
+        if kind.startswith("MiniMax") and ".attn.to_" in name:
+            # Keys and values are rows of the same tensor as queries.
+            continue
+        if ".attn.qkv_proj." in name:
+            shape[0] *= 3
+        shapes[name] = shape
+    return shapes
+
+
 def list_flux_shapes(guidance: bool) -> dict[str, list[int]]:
     """FLUX.1's tensors as its authors name them."""
     width = 3072

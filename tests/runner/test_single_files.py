@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import struct
 import warnings
 from pathlib import Path
@@ -18,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ditile
 from ditile import LoadError, ModelError
-from ditile.model.known import CONFIGS
+from ditile.model.hooks.placeholders import init_on_meta_device
+from ditile.model.known import CONFIGS, find_known_model
 from ditile.plan.plan import Plan
 from ditile.runner.load import load_component_file, split_model_file
-from ditile.runner.model_files import find_model_source
+from ditile.runner.model_files import count_one_of_each, find_model_source
 from ditile.runner.weights.checkpoint import Checkpoint, open_tensors
 from ditile.runner.weights.convrot import IntegerFormat, WeightSettings
 from ditile.runner.weights.single_file import ConvertedFile, FileTensor, SingleFile, find_base_models
@@ -32,12 +34,14 @@ from tests.runner.single_files import (
     COMFY,
     ORIGINAL,
     copy_weights,
+    list_authors_shapes,
     quantize_convrot,
     save_configs,
     save_convrot,
     save_gguf,
     save_scaled_fp8,
     save_single_file,
+    write_sparse_file,
     write_sparse_flux,
 )
 from tests.zoo.rows import EVERY, compare_drawings, list_tensors
@@ -263,6 +267,29 @@ def test_a_file_of_comfyui_is_a_published_model(
         file.write(header)
     with pytest.raises(LoadError, match="is stored as I16, .* is like black-forest-labs/FLUX.1"):
         find_base_models(path)
+
+
+@pytest.mark.parametrize("base", ["minimax-h3", "flux.3-klein", "flux.3-klein-base", "ltx-2.5", "ltx-2"])
+def test_files_of_new_models_are_known(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names of their authors, at their own widths, with one block of each kind. A failure means that a file of
+    people's folders is refused, or taken for another model."""
+    configs = Path(shutil.copytree(CONFIGS, tmp_path / "configs"))
+    for config in configs.glob("*/transformer/config.json"):
+        values = json.loads(config.read_text())
+        config.write_text(json.dumps(values | count_one_of_each(values)))
+    monkeypatch.setattr("ditile.model.known.CONFIGS", configs)
+    known = find_known_model(base)
+    assert known is not None
+    kind = getattr(diffusers, known.transformer)
+    with init_on_meta_device():
+        model = kind.from_config(kind.load_config(known.folder / "transformer"))
+    shapes, path = list_authors_shapes(model), tmp_path / "model.safetensors"
+    write_sparse_file(path, shapes)
+    assert find_base_models(path) == [base]
+    if base == "minimax-h3":
+        write_sparse_file(path, shapes | {"adaln_t_table": [1000, 8]})
+        with pytest.raises(LoadError, match="This is a pruned MiniMax-H3 checkpoint"):
+            find_base_models(path)
 
 
 def write_fp8_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
