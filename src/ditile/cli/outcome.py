@@ -177,7 +177,7 @@ def _list_rows(facts: JsonObject) -> Iterator[tuple[str, str]]:
         if promise["seconds"] is not None:
             parts.insert(0, f"{promise['seconds']:.2f} s an image")
         if promise["mean_psnr"] is not None:
-            parts.append(f"{promise['mean_psnr']:.1f} dB on average, {promise['worst_psnr']:.1f} at worst")
+            parts.append(f"{promise['mean_psnr']:.1f} dB on average ({promise['worst_psnr']:.1f} or more when fitted)")
         yield "promised", ", ".join(parts)
     yield from _list_cache_rows(facts)
     if "recorded" in facts:
