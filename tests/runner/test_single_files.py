@@ -164,7 +164,7 @@ def test_groups_of_every_size_are_rotated_back() -> None:
         rows = IntegerFormat.from_settings(WeightSettings.model_validate(settings)).unpack_rows(integers, scale)
         assert torch.allclose(rows, wanted, rtol=0, atol=1e-5)
     other = WeightSettings.model_validate({"format": "convrot_w4a4", "params": {"convrot_groupsize": 64}})
-    assert IntegerFormat.from_settings(other) == ("convrot_w4a4", 64, 2)
+    assert IntegerFormat.from_settings(other) == ("convrot_w4a4", 64, 2, 1)
 
 
 def test_rows_of_other_formats_are_not_joined(tmp_path: Path) -> None:

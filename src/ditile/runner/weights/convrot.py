@@ -52,13 +52,13 @@ class IntegerFormat(NamedTuple):
     Attributes:
         name: of the format.
         group_size: the columns that are rotated together; 1 if none are.
-        numbers: the numbers in a byte.
+        numbers: the numbers in a block of `num_bytes`.
     """
 
     name: str
     group_size: int
     numbers: int
-    num_bytes = 1
+    num_bytes: int = 1
 
     @classmethod
     def from_settings(cls, settings: WeightSettings) -> IntegerFormat:
