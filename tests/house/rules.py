@@ -26,7 +26,7 @@ MOST_NODES = {
     "parallel": 67_850,
     "cache": 40_600,
     "runner": 71_700,
-    "planner": 44_200,
+    "planner": 44_250,
     "serve": 40_750,
     "cli": 15_150,
     "": 400,

@@ -485,8 +485,6 @@ class Plan:
                 values[name] = parse_option(cls, name, value)
             except ValueError as error:
                 raise PlanError(f"{word!r}: {error}") from None
-        if not values:
-            raise PlanError(f"{text!r} is no plan; write name=value, such as pipefusion=2")
         return cls(**values)
 
 

@@ -296,7 +296,9 @@ def resolve_plan_option(
     if plan_of_flags != Plan():
         raise PlanError(f"plan={text!r} is a whole plan, and flags say '{plan_of_flags}' too; leave one of them out")
     words = text.split()
-    if words[:1] != [AUTO]:
+    if not words:
+        raise PlanError(f"plan={text!r} says nothing; write name=value, such as pipefusion=2, or auto")
+    if words[0] != AUTO:
         return Plan.parse(text), []
     wire_dtype = None
     if len(words) > 1:

@@ -122,6 +122,8 @@ class PlanQuestion(SourceOptions):
             raise PlanError(f"hosts={self.hosts} are joined by a link; say which, such as --interlink 10Gbit")
         if self.hosts == 1 and self.interlink is not None:
             raise PlanError(f"interlink={self.interlink!r} joins hosts, and there is one; add --hosts N")
+        if self.price is not None and not self.price.strip():
+            raise PlanError(f"price={self.price!r} says nothing; write name=value, such as pipefusion=2")
         if self.price is not None and self.warmup is not None:
             raise PlanError(f"warmup={self.warmup} is for a search; say it in price={self.price!r}")
         if self.price is not None and self.wire_dtype is not None:
