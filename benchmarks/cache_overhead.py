@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from benchmarks import peer
 from ditile.cache.config import DBCacheConfig
-from ditile.distributed import files
 from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.option_classes import define_option
 from ditile.runner.caching import enable_cache, refresh_context
+from ditile_lab.rows import write_json_file
 
 PLAIN = "none"
 OURS = "ditile"
@@ -167,7 +167,7 @@ def main() -> None:
     rows = make_overhead_rows({blocks: measure(blocks, job) for blocks in job.blocks})
     Console().print(make_cache_overhead_table(rows))
     if job.out is not None:
-        files.write_json_file(Path(job.out), rows)
+        write_json_file(Path(job.out), rows)
 
 
 if __name__ == "__main__":

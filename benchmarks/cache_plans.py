@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cache_settings import OURS, CacheSetting
-from ditile.distributed import files
 from ditile.distributed.launch import launch
 from ditile.model.known import ASSETS
 from ditile.plan.errors import DitileError
@@ -39,6 +38,7 @@ from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
 from ditile_lab.quality.caption_check import judge_image
 from ditile_lab.quality.metrics import compute_psnr
+from ditile_lab.rows import write_json_file
 from ditile_lab.sessions import allow_all_cores
 
 ALONE = "one rank"
@@ -174,7 +174,7 @@ def main() -> None:
     gains = {row["way"]: row["speedup"] for row in found}
     print(f"of the product: {100 * gains[BOTH] / (gains[PLANNED] * gains[CACHED]):.0f} %")
     if job.out is not None:
-        files.write_json_file(Path(job.out), found)
+        write_json_file(Path(job.out), found)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from ditile.distributed.transport import Traffic
 from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.option_classes import define_option
-from ditile.planner.footprint import LiveBytes
+from ditile_lab.bench.session import LiveBytes
 from ditile_lab.sessions import allow_all_cores
 
 STATUS = Path("/proc/self/status")

@@ -24,7 +24,6 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ditile.distributed import files
 from ditile.distributed.launch import launch
 from ditile.model.hooks.generation import LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions
@@ -36,6 +35,7 @@ from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
 from ditile_lab.quality.metrics import ImageArrays, compute_psnr, compute_ssim
+from ditile_lab.rows import write_json_file
 from training.caption_scores import score_images
 from training.evaluate import list_captions
 from training.motion_check import score_clips
@@ -254,7 +254,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             rows[row["model"], row["plan"]] = row
             if job.out is not None:
-                files.write_json_file(Path(job.out), list(rows.values()))
+                write_json_file(Path(job.out), list(rows.values()))
     print("\n".join(compared(list(rows.values()))))
 
 

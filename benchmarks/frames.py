@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 import ditile
-from ditile.distributed import files
 from ditile.parallel.attention.kernel import dispatch_to_core
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
 from ditile.runner.runner import parallelize
+from ditile_lab.rows import write_json_file
 
 PACKAGE = str(Path(ditile.__file__).parent)
 PROMPT = "a large red circle on the left on a gray background"
@@ -128,7 +128,7 @@ def main() -> None:
     counts = {name: ditile.launch(count_frames, 2, (plan,))[0] for name, plan in PLANS.items()}
     Console().print(make_frames_table(counts))
     if given.out is not None:
-        files.write_json_file(given.out, {name: one._asdict() for name, one in counts.items()})
+        write_json_file(given.out, {name: one._asdict() for name, one in counts.items()})
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from ditile.distributed import files
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from ditile_lab.bench.random_models import RandomModel
+from ditile_lab.rows import write_json_file
 
 DOUBLE = 19
 SINGLE = 38
@@ -145,7 +145,7 @@ def main() -> None:
         found = outside()
     Console().print(runner_table(found) if given.runner else make_outside_blocks_table(found))
     if given.out is not None:
-        files.write_json_file(given.out, found)
+        write_json_file(given.out, found)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from ditile.distributed import files
 from ditile_lab.bench.cells import ONE_RANK
 from ditile_lab.bench.runs import ROWS
+from ditile_lab.rows import write_json_file
 
 CACHE = "F=1 W=3 R=1 MC=2 taylor=1"
 PATCHED = "pipefusion=2 patches=2; pipefusion=2 patches=4; "
@@ -192,7 +192,7 @@ def main() -> None:
     folder = out.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     rows = measure(folder)
-    files.write_json_file(out, rows)
+    write_json_file(out, rows)
     shutil.rmtree(folder)
     print("\n".join(summary(rows)))
 

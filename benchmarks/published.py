@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ditile.distributed import files
 from ditile.model.known import ASSETS, CONFIGS
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
@@ -35,6 +34,7 @@ from ditile.planner.hardware import Efficiency, LinkEfficiency, make_datasheet_p
 from ditile.planner.price import Pricer
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
+from ditile_lab.rows import write_json_file
 
 HARDWARE = {
     ("L40-48GB", "PCIe4x16"): "l40-pcie",
@@ -368,7 +368,7 @@ def main() -> None:
         print(json.dumps(dataclasses.asdict(gets), indent=1))
         print(*summary(list(zip(every, predicted(every, gets), strict=True))), sep="\n")
         kept = {name: dataclasses.asdict(own) for name, own in fit_left_out(every).items()}
-        files.write_json_file(LEFT_OUT, kept)
+        write_json_file(LEFT_OUT, kept)
     predictions = predict_unseen_hardware(every, left_out())
     Console(width=150).print(make_published_table(predictions))
     print(*summary(predictions), sep="\n")

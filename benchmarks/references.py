@@ -22,7 +22,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ditile.distributed import files
 from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.option_classes import define_option
 from ditile.plan.plan import Plan
@@ -30,6 +29,7 @@ from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
 from ditile_lab.quality.metrics import compute_psnr
+from ditile_lab.rows import write_json_file
 from training.evaluate import list_captions
 
 MODEL = "shapes-flux"
@@ -108,7 +108,7 @@ def main() -> None:
     rows = generate_under_plans(job, PLANS)
     show_rows(rows)
     if job.out is not None:
-        files.write_json_file(Path(job.out), rows)
+        write_json_file(Path(job.out), rows)
 
 
 if __name__ == "__main__":

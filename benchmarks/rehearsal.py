@@ -21,7 +21,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ditile.distributed import files
 from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.pipefusion.known_calls import KnownCalls
 from ditile.plan.flag_parser import add_arguments, collect_arguments
@@ -31,6 +30,7 @@ from ditile.runner.callbacks import StepWatch
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
+from ditile_lab.rows import write_json_file
 
 MODEL = "shapes-flux"
 STEPS = 3
@@ -104,7 +104,7 @@ def main() -> None:
     found = measure(wanted.patches, wanted.rounds)
     Console().print(make_rehearsal_table(found, wanted.patches))
     if wanted.out is not None:
-        files.write_json_file(Path(wanted.out), found)
+        write_json_file(Path(wanted.out), found)
 
 
 if __name__ == "__main__":

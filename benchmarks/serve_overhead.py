@@ -26,7 +26,6 @@ import psutil
 from PIL import Image
 
 from benchmarks.serve_load import find_ranks
-from ditile.distributed import files
 from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.option_classes import define_option
 from ditile.plan.plan import Plan
@@ -36,6 +35,7 @@ from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.prepare import prepare_runner
 from ditile.serve.options import ServeOptions
+from ditile_lab.rows import write_json_file
 from tests.serve.running import RunningServer, run_server
 
 PROMPT = "a large red circle on the left on a gray background"
@@ -167,7 +167,7 @@ def main() -> None:
         found = summarize_pairs(measure_pairs(wanted, server))
     print(format_table(found))
     if given.out is not None:
-        files.write_json_file(given.out, found)
+        write_json_file(given.out, found)
 
 
 if __name__ == "__main__":

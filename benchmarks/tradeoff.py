@@ -46,7 +46,8 @@ def draw_tradeoff(evaluation: Row, out: Path) -> None:
     axes.set_xlabel("time of an image, % of the original pipeline's (median; bars: lowest and highest)")
     axes.set_ylabel("mean PSNR to the original's image (dB)")
     count = evaluation["captions"]["count"]
-    machine = evaluation["measured"]["machine"]
+    facts = evaluation["measured"]["machine"]
+    machine = ", ".join(sorted(set(facts["gpus"]))) or facts["processor"]
     axes.set_title(f"{evaluation['model']}, {count} caption(s), {machine}", fontsize=10)
     axes.grid(alpha=0.3)
     _add_legend(axes, rows)

@@ -29,12 +29,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from ditile.distributed import files
 from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.option_classes import define_option
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile_lab.quality.metrics import compute_psnr
+from ditile_lab.rows import write_json_file
 from training.evaluate import list_captions
 from training.motion_check import score_clips
 
@@ -195,7 +195,7 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
         if job.out is not None:
-            files.write_json_file(Path(job.out), rows)
+            write_json_file(Path(job.out), rows)
     Console(width=100).print(make_cuts_table(rows))
 
 

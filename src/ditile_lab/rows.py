@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ditile.distributed import files
-from ditile.plan.errors import LoadError
+from ditile.plan.errors import LoadError, ModelError
 
 MAX_BYTES = 2**30
 Row = dict[str, Any]
@@ -24,6 +24,25 @@ def format_columns(formats: Mapping[str, Callable[[Row], str]], rows: Sequence[R
     """Return title -> a text for each row, without empty columns."""
     columns = {title: [format_row(row) for row in rows] for title, format_row in formats.items()}
     return {title: texts for title, texts in columns.items() if any(texts)}
+
+
+def list_folder_outputs(out: str, names: Sequence[str]) -> list[tuple[str, Path]]:
+    """List (option, path) of what a command writes into its folder, for `check_output_files`.
+
+    Raises:
+        ModelError: if it is a file.
+    """
+    # The functions of os.path return False for a name that is too long, but methods of Path raise.
+    if os.path.isdir(out):
+        return [("out", Path(out, name)) for name in names]
+    if os.path.exists(out):
+        raise ModelError(f"out={out!r} is a file; give a folder")
+    return [("out", Path(out))]
+
+
+def write_json_file(path: Path, value: Any) -> None:
+    """Write an indented file of JSON. Raises `OSError` if it cannot be written."""
+    files.write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 class RowFile:

@@ -183,26 +183,16 @@ def time_denoising_loop(model: nn.Module) -> Iterator[Callable[[], list[float]]]
             hook.remove()
 
 
-def list_allowed_cores() -> list[int] | None:
-    """Return the cores that this process may use; None if the system does not list them."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    return sorted(os.sched_getaffinity(0))
-
-
 def bind_to_cores(cores: Iterable[int] | None) -> None:
-    """Restrict this process to these cores; None changes nothing."""
-    if cores is not None:
+    """Restrict this process to these cores, where the system can do so; None changes nothing."""
+    if cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
 
 @contextmanager
 def allow_all_cores(cores: Sequence[int] | None = None) -> Iterator[None]:
     """Let this process use any of `cores`, by default all, although `launch` has bound it to its own cores."""
-    own_cores = list_allowed_cores()
-    if own_cores is None:
-        yield
-        return
+    own_cores = cpus.list_usable_cores()
     if cores is None:
         cores = range(os.cpu_count() or 1)
     bind_to_cores(cores)

@@ -14,6 +14,7 @@ from PIL import Image
 
 from ditile.cli import main
 from ditile.runner.requests import pictures
+from ditile_lab.quality.store import save_image_with_texts
 from tests.cli.test_cli import opened
 
 FILE = """# shapes
@@ -98,10 +99,10 @@ def test_a_picture_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) 
         raise OSError(errno.ENOSPC, "no space")
 
     image = Image.new("RGB", (8, 8))
-    pictures.save_picture_with_texts(image, Path("a.png"), {"prompt": "first"})
+    save_image_with_texts(image, Path("a.png"), {"prompt": "first"})
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
         patch.setattr(os, "replace", fill_disk)
-        pictures.save_picture_with_texts(image, Path("a.png"), {"prompt": "second"})
+        save_image_with_texts(image, Path("a.png"), {"prompt": "second"})
     assert pictures.read_picture_texts(Path("a.png"))["prompt"] == "first"
     assert sorted(p.name for p in Path().iterdir()) == ["a.png", "prompts.txt"]
     assert pictures.read_picture_texts(Path("nothing.png")) == pictures.read_picture_texts(Path("prompts.txt")) == {}

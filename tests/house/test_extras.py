@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 TOOLS = {"dev", "docs", "plots", "release"}
 """Extras that bring tools for the repository, and nothing that the package imports."""
-IN_NO_EXTRA = {"bitsandbytes", "cache_dit", "ImageReward", "torch_fidelity", "torchvision", "xfuser"}
+IN_NO_EXTRA = {"bitsandbytes", "cache_dit", "torch_fidelity", "torchvision", "xfuser"}
 """Packages that are used where they are installed, each after a look for it in the same module."""
 BEHIND_A_CHECK: Mapping[str, set[str]] = {
     "ditile.runner.weights.convrot_weight": {"quantize"},

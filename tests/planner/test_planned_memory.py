@@ -17,14 +17,13 @@ from ditile.plan import cost
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.planner import hardware
-from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_host_memory, count_rank_memory
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
 from ditile.runner.runner import parallelize
 from ditile_lab.bench.cells import BenchCell
 from ditile_lab.bench.options import Workload
-from ditile_lab.bench.session import count_weight_bytes
+from ditile_lab.bench.session import LiveBytes, count_weight_bytes
 from ditile_lab.bench.subjects import RandomSubject
 from tests import tiny
 from tests.pool import Pool

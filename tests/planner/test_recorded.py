@@ -19,15 +19,15 @@ from ditile.model.known import list_known_models
 from ditile.plan import cost
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
-from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_host_memory, count_rank_memory
-from ditile.planner.recording.capture import capture_call
 from ditile.planner.recording.sizes import SizesOnly
 from ditile.planner.seconds import RankTokens, merge_work
 from ditile.planner.subject import PlanSubject, renew_numbers
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
 from ditile.runner.weights.prequantized import StoredWeights
+from ditile_lab.bench.session import LiveBytes
+from ditile_lab.study.capture import capture_call
 from tests.planner.test_planner import EVEN, count_work_flops
 from tests.pool import Pool
 from tests.zoo import ZOO

@@ -16,13 +16,12 @@ from ditile.model.recording.first_play import FirstPlay
 from ditile.parallel.pipefusion.step_agreement import StepAgreement
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
-from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_rank_memory
 from ditile.planner.search import make_pricer
 from ditile.runner.runner import parallelize
 from ditile_lab.bench.cells import BenchCell
 from ditile_lab.bench.options import Workload
-from ditile_lab.bench.session import count_weight_bytes
+from ditile_lab.bench.session import LiveBytes, count_weight_bytes
 from ditile_lab.bench.subjects import RandomSubject
 from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu

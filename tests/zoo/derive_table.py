@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ditile.model.anatomies import forget_anatomy, remember_anatomy, write_row
 from ditile.model.known import ASSETS
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.errors import DitileError, ModelError
-from ditile.planner.recording.capture import capture_call
 from ditile.runner.runner import build_single_runner
+from ditile_lab.study.capture import capture_call
 from ditile_lab.study.derive import derive_anatomy
 from ditile_lab.study.merge import merge_kinds, merge_lists
-from ditile_lab.study.prove import TOLERANCE, list_proofs, prove_anatomy
+from ditile_lab.study.prove import TOLERANCE, forget_anatomy, list_proofs, prove_anatomy, remember_anatomy, write_row
 from ditile_lab.study.tensor_cuts import derive_tensor_cuts
 from tests import tiny
 from tests.zoo import VARIANTS, ZOO

@@ -18,9 +18,9 @@ from torch.nn import functional
 
 import ditile
 from ditile import Plan
-from ditile.model.anatomies import forget_anatomy
 from ditile.model.pipeline_calls import find_denoisers
 from ditile.plan.errors import StateError
+from ditile_lab.study.prove import forget_anatomy
 from tests import tiny
 from tests.zoo.own import CHANNELS, TEXT_WIDTH, WIDTH, Mlp, SelfAttention, sinusoid
 from tests.zoo.rows import compare_drawings

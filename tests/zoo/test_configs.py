@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from ditile import Plan
-from ditile.model.anatomies import find_anatomy, forget_anatomy, remember_anatomy
+from ditile.model.anatomies import find_anatomy
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.plan.anatomy import LOCAL, Anatomy, ListAnatomy
 from ditile.plan.errors import DitileError, ModelError, PlanError
-from ditile.planner.recording.capture import Call, capture_call
 from ditile.runner.runner import parallelize
-from ditile_lab.study.prove import TOLERANCE
+from ditile_lab.study.capture import Call, capture_call
+from ditile_lab.study.prove import TOLERANCE, forget_anatomy, remember_anatomy
 from ditile_lab.study.tensor_cuts import prove_tensor_cuts
 from tests import tiny
 from tests.zoo import ZOO

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import ditile
 from ditile import Plan
-from ditile.model.anatomies import find_anatomy, forget_anatomy
+from ditile.model.anatomies import find_anatomy
 from ditile.plan.errors import PlanError, StateError
 from ditile.runner.runner import build_single_runner
-from ditile_lab.study.prove import ensure_anatomies
+from ditile_lab.study.prove import ensure_anatomies, forget_anatomy
 from tests.pool import on_ranks
 from tests.zoo.own import OWN
 from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, list_tensors

@@ -11,9 +11,9 @@ import torch
 
 import ditile
 from ditile import Plan
-from ditile.model.anatomies import forget_anatomy
 from ditile.model.pipeline_calls import find_denoisers
 from ditile.plan.errors import ModelError, StateError
+from ditile_lab.study.prove import forget_anatomy
 from tests.pool import Pool
 from tests.zoo import shapes
 from tests.zoo.shapes import SHAPES, make_pipe

@@ -148,11 +148,6 @@ def guard_standard_stream(name: str, number: int) -> StandardStream:
     return raw
 
 
-def write_json_file(path: Path, value: Any) -> None:
-    """Write an indented file of JSON. Raises `OSError` if it cannot be written."""
-    write_atomically(path, json.dumps(value, indent=1) + "\n")
-
-
 def check_different_files(read: Iterable[tuple[str, Path]], written: Iterable[tuple[str, Path]]) -> None:
     """Raise `ModelError` if two options of a command name one file, under any names, and it is written.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -21,14 +21,14 @@ from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
 from ditile.plan.anatomy import Anatomy, Kinds, ListAnatomy
 from ditile.plan.errors import ModelError
 
-_DERIVED: dict[type[nn.Module], list[AnatomyRow]] = {}
-"""Rows of classes that were derived in this process."""
+DERIVED: dict[type[nn.Module], list[AnatomyRow]] = {}
+"""Rows of classes that the lab has derived in this process, the newest first."""
 
 
 def find_anatomy(transformer: nn.Module) -> Anatomy | None:
     """Return the anatomy of a transformer, by its class or the nearest base class; None if it was never derived."""
-    for row in _DERIVED.get(type(transformer), ()):
-        if _list_settings(transformer) <= row["of"] and _has_source_of(transformer, row):
+    for row in DERIVED.get(type(transformer), ()):
+        if list_settings(transformer) <= row["of"] and _has_source_of(transformer, row):
             return _add_columns(transformer, read_row(row))
     # A subclass that keeps the forwards is divided like its base.
     for cls in type(transformer).__mro__:
@@ -70,18 +70,7 @@ def find_derived_cuts(transformer: nn.Module) -> Mapping[str, Any]:
     return {} if anatomy is None else anatomy.tensor
 
 
-def remember_anatomy(transformer: nn.Module, anatomy: Anatomy) -> None:
-    """Keep the anatomy of a class for this process, in place of an earlier one."""
-    new_row = {**write_row(transformer, anatomy), "of": _list_settings(transformer)}
-    # The newest row comes first, and replaces rows derived from the same sources and settings.
-    rows: list[AnatomyRow] = [new_row]
-    for row in _DERIVED.get(type(transformer), ()):
-        if row["source"] != new_row["source"] or row["of"] != new_row["of"]:
-            rows.append(row)
-    _DERIVED[type(transformer)] = rows
-
-
-def _list_settings(transformer: nn.Module) -> frozenset[tuple[Any, ...]]:
+def list_settings(transformer: nn.Module) -> frozenset[tuple[Any, ...]]:
     """Return the plain attributes that configure a model's modules; a copy with fewer blocks has a subset of them."""
     settings = set()
     for module in transformer.modules():
@@ -93,11 +82,6 @@ def _list_settings(transformer: nn.Module) -> frozenset[tuple[Any, ...]]:
                 values.append((name, value))
         settings.add((type(module).__qualname__, *values))
     return frozenset(settings)
-
-
-def forget_anatomy(transformer: nn.Module) -> None:
-    """Forget the derived anatomies of a class."""
-    _DERIVED.pop(type(transformer), None)
 
 
 def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
@@ -135,12 +119,6 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
 
 def _read_forward_source(cls: type[nn.Module]) -> str:
     return inspect.getsource(inspect.unwrap(cls.forward))
-
-
-def write_row(transformer: nn.Module, anatomy: Anatomy) -> dict[str, Any]:
-    """Build the row of a transformer's class."""
-    row = {"source": compute_source_hash(transformer, anatomy.lists), **asdict(anatomy)}
-    return {name: value for name, value in row.items() if value or name in ("source", "lists", "joint", "inputs")}
 
 
 def read_row(row: AnatomyRow) -> Anatomy:

@@ -1,14 +1,8 @@
-"""Counts the tensors that are alive at once: in a model's forward on the meta device, or exactly in real code.
+"""Counts the tensors that are alive at once in a model's forward on the meta device.
 
 A `Footprint` counts numbers (elements of tensors), which grow with the tokens of a call. The moment that needs most
 memory depends on the call: a block's feed-forward with many image tokens, the text's with few. So a footprint keeps
 all moments that no other exceeds in every kind. The peak of a call is the largest of them at its own lengths.
-
-`LiveBytes` counts real tensors, but not the memory that kernels use inside:
-
-    with LiveBytes() as live:
-        vae.decode(latents)
-    live.peak, live.largest
 """
 
 from __future__ import annotations
@@ -352,30 +346,3 @@ def find_pareto_front(moments: Iterable[LiveNumbers]) -> tuple[LiveNumbers, ...]
         if not any(all(map(operator.le, moment, larger)) for larger in front):
             front.append(moment)
     return tuple(front)
-
-
-class LiveBytes(StorageTracker):
-    """Bytes of the storages that operators make within it.
-
-    Attributes:
-        now: bytes of the storages that were made and are still there.
-        peak: the most that there were at one time.
-        largest: bytes of the largest one.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(self._count_storage)
-        self.now = 0
-        self.peak = 0
-        self.largest = 0
-
-    def _count_storage(self, tensor: Tensor) -> Callable[[], None]:
-        size = tensor.untyped_storage().nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        self.largest = max(self.largest, size)
-
-        def subtract_storage() -> None:
-            self.now -= size
-
-        return subtract_storage

@@ -29,13 +29,12 @@ from ditile.model.hooks.attention_processors import count_key_repeats
 from ditile.model.hooks.block_calls import make_pass_on
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
-from ditile.model.hooks.overrides import match_modules, override_attribute
+from ditile.model.hooks.overrides import bind_arguments, match_modules, override_attribute
 from ditile.plan.errors import DitileError, ModelError, join_error_lines
 from ditile.plan.layout import Grid
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.shape import CallFamily
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
-from ditile.planner.recording.capture import bind_arguments
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]

@@ -166,8 +166,8 @@ class Pricer(MachineWork):
 def _simulate_loop(ops: OpPricer, *, free: bool) -> tuple[float, float]:
     """Simulate the loop. Return its seconds, and those its busiest stage works. With `free`, messages take no time."""
     steps = ops.job.shape.steps
-    shown, spans = _simulate_steps(ops, free=free)
-    ends = _find_step_ends(spans, shown)
+    shown, spans = simulate_steps(ops, free=free)
+    ends = find_step_ends(spans, shown)
     last_step_seconds = ends[-1]
     if shown > 1:
         last_step_seconds -= ends[-2]
@@ -181,7 +181,7 @@ def _simulate_loop(ops: OpPricer, *, free: bool) -> tuple[float, float]:
     return ends[-1] + (steps - shown) * last_step_seconds, max(busy)
 
 
-def _simulate_steps(ops: OpPricer, *, free: bool) -> tuple[int, list[Span]]:
+def simulate_steps(ops: OpPricer, *, free: bool) -> tuple[int, list[Span]]:
     """Return the number of simulated steps, and their ops."""
     schedule = ops.schedule
     # Which steps compute references depends on their number.
@@ -201,17 +201,7 @@ def _simulate_steps(ops: OpPricer, *, free: bool) -> tuple[int, list[Span]]:
     return shown, spans
 
 
-def predict_step_seconds(ops: OpPricer, *, free: bool) -> float:
-    """Predict the seconds of a step after the synchronous ones, in a full pipeline. With `free`, messages take no
-    time."""
-    shown, spans = _simulate_steps(ops, free=free)
-    ends = _find_step_ends(spans, shown)
-    if shown == 1:
-        return ends[-1]
-    return ends[-1] - ends[-2]
-
-
-def _find_step_ends(spans: list[Span], steps: int) -> list[float]:
+def find_step_ends(spans: list[Span], steps: int) -> list[float]:
     """Return the time at which the scheduler has denoised the last patch of each step."""
     ends = [0.0] * steps
     for span in spans:

@@ -228,7 +228,7 @@ def _build_bench_task(
         bounds=bounds,
         out=compared.out,
         threads=threads,
-        cores=sessions.list_allowed_cores(),
+        cores=cpus.list_usable_cores(),
         load=sessions.read_load_average(),
     )
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.option_classes import Counts, Ranks, Rounds, Seconds, define_option, options
+from pydantic import Field
+
+from ditile.plan.errors import PlanError
+from ditile.plan.option_classes import Counts, Ranks, Seconds, define_option, options
 from ditile.runner.requests.options import DeviceOptions, ModelName, ModelOptions
 from ditile.runner.requests.outputs import check_output_files
+from ditile_lab.rows import list_folder_outputs
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "cache")
+Rounds = Annotated[int, Field(ge=1, le=10_000)]
 RANDOM = "random-"
 """The prefix of the names of models with random weights."""
 
@@ -21,7 +24,7 @@ class Comparison:
     """The plans and caches that are compared.
 
     Raises:
-        PlanError, ModelError: if a value is out of its range, or two of them contradict each other.
+        PlanError: if a value is out of its range, or two of them contradict each other.
     """
 
     plans: str | None = define_option(
@@ -84,14 +87,7 @@ class Comparison:
 
     def check_output_folder(self, *others: Any) -> None:
         """Raise `ModelError` unless the folder is writable, without overwriting a file read by this or `others`."""
-        folder = Path(self.out)
-        # The functions of os.path return False for a name that is too long, but methods of Path raise.
-        names = [""]
-        if os.path.exists(folder):
-            if not folder.is_dir():
-                raise ModelError(f"out={self.out!r} is a file; give a folder")
-            names = ["runs.jsonl", "rows.jsonl", "alone.jsonl"]
-        written = [("out", folder / name) for name in names]
+        written = list_folder_outputs(self.out, ["runs.jsonl", "rows.jsonl", "alone.jsonl"])
         if self.submit is not None:
             written.append(("submit", Path(self.submit)))
         check_output_files(written, self, *others)

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ditile.distributed.backend import pick_device, release_memory
 from ditile.distributed.mesh import find_local_rank
 from ditile.distributed.transport import gather_json
 from ditile.model.registry import find_loop_model
-from ditile.planner.footprint import LiveBytes
+from ditile.planner.footprint import StorageTracker
 from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.prepare import silence_libraries
 from ditile_lab.bench.cells import ONE_RANK, BenchCell, group_cells_by_world
@@ -50,7 +50,7 @@ class BenchTask:
         bounds: cell -> the bound of its speed-up, if it is known.
         out: the folder of the runs.
         threads: CPU threads of each rank.
-        cores: the usable cores; None if the system does not list them.
+        cores: the usable cores.
         load: the load average before the session, if the system reports it.
     """
 
@@ -60,8 +60,39 @@ class BenchTask:
     bounds: Mapping[BenchCell, float]
     out: str
     threads: int
-    cores: Sequence[int] | None
+    cores: Sequence[int]
     load: float | None = None
+
+
+class LiveBytes(StorageTracker):
+    """Bytes of the storages that operators make within it, without the memory that kernels use inside.
+
+        with LiveBytes() as live:
+            vae.decode(latents)
+        live.peak, live.largest
+
+    Attributes:
+        now: bytes of the storages that were made and are still there.
+        peak: the most that there were at one time.
+        largest: bytes of the largest one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._count_storage)
+        self.now = 0
+        self.peak = 0
+        self.largest = 0
+
+    def _count_storage(self, tensor: Tensor) -> Callable[[], None]:
+        size = tensor.untyped_storage().nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        self.largest = max(self.largest, size)
+
+        def subtract_storage() -> None:
+            self.now -= size
+
+        return subtract_storage
 
 
 def run_session(task: BenchTask) -> None:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ditile.distributed import env
 from ditile.distributed.transport import gather_json
 from ditile.model.recording.first_play import has_same_bits
+from ditile.model.recording.recorded_calls import RecordedCalls
 from ditile.plan.errors import DitileError, ModelError, PlanError
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
@@ -67,11 +68,28 @@ def compare_recorded_calls(
             # The form of a last step is watched in the first call, recorded in the second and played in the third.
             answers = [has_same_bits(call(runner, more), expected[name]) for _ in range(3)]
         report: Any = runner.report
-        finding = report.recorded.judge(are_equal=all(answers), fails=fails)
+        finding = _judge(report.recorded, are_equal=all(answers), fails=fails)
         # Ranks play unlike numbers of calls, and one that failed says more than one that did not.
         is_right, says = min(gather_json(finding, runner.mesh.everyone))
         cases.append((name, is_right, says))
     return cases
+
+
+def _judge(recorded: RecordedCalls, *, are_equal: bool, fails: bool) -> tuple[bool, str]:
+    """Return whether a call is right whose captures fail or not, and what was found.
+
+    Args:
+        are_equal: whether its results are those of the code.
+    """
+    says = ", ".join(recorded.as_code)
+    is_expected = recorded.played > 0
+    if fails:
+        is_expected = says.startswith("a recording failed")
+    if recorded.played:
+        says = f"played {recorded.played} of {recorded.calls} calls"
+    if not are_equal:
+        says = f"the result differs: {says}"
+    return are_equal and is_expected, says
 
 
 def compare_plans(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ditile.plan.cost import MicroStepShare, PlannedCall
 from ditile.plan.schedule import Op, OpKind
 from ditile.planner.ops import CacheSkips, MachineWork, OpPricer
-from ditile.planner.price import predict_step_seconds
+from ditile.planner.price import find_step_ends, simulate_steps
 from ditile.planner.seconds import DeviceLoad
 
 
@@ -68,6 +68,16 @@ def compute_step_parts(basis: MachineWork, job: PlannedCall, stage_loads: Sequen
     without_links = predict_step_seconds(ops, free=True)
     slowest = max(load.get_busy_seconds(basis.profile) for load in stage_loads)
     return StepParts(step, step - without_links, max(0.0, without_links - slowest))
+
+
+def predict_step_seconds(ops: OpPricer, *, free: bool) -> float:
+    """Predict the seconds of a step after the synchronous ones, in a full pipeline. With `free`, messages take no
+    time."""
+    shown, spans = simulate_steps(ops, free=free)
+    ends = find_step_ends(spans, shown)
+    if shown == 1:
+        return ends[-1]
+    return ends[-1] - ends[-2]
 
 
 def find_busiest_stage(basis: MachineWork, job: PlannedCall) -> int:

@@ -9,27 +9,24 @@ images side by side (docs/evaluation.md).
 from __future__ import annotations
 
 import datetime
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import diffusers
-import torch
 
-from ditile.distributed import cpus, env, files
+from ditile.distributed import cpus, env
 from ditile.distributed.launch import launch
 from ditile.distributed.torchrun import leave_process_group
 from ditile.model.call_families import FAMILIES
 from ditile.plan.errors import ModelError, join_error_lines
 from ditile.plan.plan import Plan
-from ditile.plan.version import __version__
 from ditile.planner.dry_run import build_dry_run_job
 from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.console import is_writing_process, make_numbered_tables
 from ditile.runner.requests.facts import build_dry_run_call
-from ditile.runner.requests.pictures import hide_local_path, save_picture_with_texts
+from ditile.runner.requests.pictures import hide_local_path
 from ditile.runner.requests.prepare import silence_libraries
 from ditile_lab.quality.captions import Caption, load_captions
 from ditile_lab.quality.contact_sheet import SHEET_ROWS, draw_contact_sheet
@@ -41,10 +38,11 @@ from ditile_lab.quality.store import (
     EvaluationFolder,
     ImageKey,
     list_complete_settings,
+    save_image_with_texts,
     summarize_settings,
 )
-from ditile_lab.rows import Row, list_values
-from ditile_lab.sessions import read_load_average
+from ditile_lab.rows import Row, list_values, write_json_file
+from ditile_lab.sessions import collect_machine_facts, read_load_average
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -283,7 +281,8 @@ class Evaluation:
                 "how": how,
                 "date": f"{datetime.date.today()}",
                 "original_again_psnr": min(list_values(rows.values(), "original_again_psnr"), default=None),
-                **_describe_machine(),
+                "load_average": read_load_average(),
+                "machine": collect_machine_facts(self.session.device),
             },
             "metrics": judged.metrics,
             "absent": judged.absent,
@@ -293,7 +292,7 @@ class Evaluation:
             "settings": [row | judged.distances[row["setting"]] for row in summarize_settings(rows, settings, count)],
         }
         # This is written before the sheet, which is less important and may fail.
-        files.write_json_file(self.folder.out / EVALUATION_FILE, evaluation)
+        write_json_file(self.folder.out / EVALUATION_FILE, evaluation)
         self._write_contact_sheet(settings, rows)
         return evaluation
 
@@ -307,17 +306,4 @@ class Evaluation:
                 images.append((self.folder.image_path(setting, place), psnr))
             columns.append((setting, images))
         sheet = draw_contact_sheet(columns, captions)
-        save_picture_with_texts(sheet, self.folder.out / CONTACT_SHEET_FILE, {})
-
-
-def _describe_machine() -> Row:
-    """Describe the machine, its load, and the versions of packages."""
-    names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
-    return {
-        "machine": ", ".join(names) or f"{cpus.count_usable_cores()} core(s), {platform.machine()}",
-        "load_average": read_load_average(),
-        "python": platform.python_version(),
-        "ditile": __version__,
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-    }
+        save_image_with_texts(sheet, self.folder.out / CONTACT_SHEET_FILE, {})

@@ -6,9 +6,7 @@ metric that cannot be measured is reported with the reason.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -120,7 +118,6 @@ def load_available_metrics(
     others = {
         "lpips": _load_lpips_metric(),
         "clip": clip_metric,
-        "image_reward": _load_image_reward_metric(),
         "all_right": _build_all_right_metric(model, captions),
     }
     absent: dict[str, str] = {}
@@ -237,33 +234,6 @@ def _load_clip_metric(name: str) -> Metric:
         return float(clip_score(_to_byte_tensor(a), caption, lambda: pair))
 
     return Metric(f"clip:{name}", "CLIP score", 2, compute_clip_score)
-
-
-def _load_image_reward_metric() -> Metric | str:
-    """Load ImageReward (arXiv 2304.05977)."""
-    if not is_installed("ImageReward"):
-        return "ImageReward is not installed"
-    folder = Path.home() / ".cache" / "ImageReward"
-    weights = folder / "ImageReward.pt"
-    config = folder / "med_config.json"
-    if not (weights.is_file() and config.is_file()):
-        return "ImageReward.pt and med_config.json are not in its cache folder"
-    import huggingface_hub
-
-    if not isinstance(huggingface_hub.try_to_load_from_cache("bert-base-uncased", "vocab.txt"), str):
-        return "its tokenizer, bert-base-uncased, is not in the hub's cache"
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            package = importlib.import_module("ImageReward")
-            model = package.load(str(weights), device="cpu", med_config=str(config))
-    except (*IMPORT_ERRORS, OSError) as error:
-        return f"ImageReward cannot be loaded: {join_error_lines(error, 160)}"
-
-    @torch.inference_mode()
-    def compute_image_reward(a: ImageArray, _: ImageArray, caption: str) -> float:
-        return float(model.score(caption, Image.fromarray(a)))
-
-    return Metric("image_reward", "ImageReward", 3, compute_image_reward)
 
 
 def _build_all_right_metric(model: str, captions: Sequence[str]) -> Metric | str:

@@ -26,6 +26,7 @@ from ditile.runner.requests.options import (
     Strength,
 )
 from ditile.runner.requests.outputs import check_output_files
+from ditile_lab.rows import list_folder_outputs
 
 
 class EvaluationSetting(NamedTuple):
@@ -164,24 +165,10 @@ class SessionOptions(DeviceOptions):
         False, "hold one setting in memory at a time: for large models; latencies are then not interleaved"
     )
 
-    def __post_init__(self) -> None:
-        out = Path(self.out)
-        # The functions of os.path return False for a name that is too long, but methods of Path raise.
-        # An existing folder is resumed.
-        if os.path.isdir(out):
-            return
-        if os.path.exists(out):
-            raise ModelError(f"out={self.out!r} is a file; give a folder")
-        if not os.path.isdir(out.absolute().parent):
-            raise ModelError(f"out={self.out!r}: there is no folder {str(out.parent)!r}; make it first")
-
     def check_output_folder(self, *others: Any) -> None:
         """Raise `ModelError` unless the folder's files can be written without overwriting a file read by `others`."""
-        folder = Path(self.out)
-        names = [""]
-        if os.path.isdir(folder):
-            names = ["job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png"]
-        check_output_files([("out", folder / name) for name in names], *others)
+        names = ["job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png"]
+        check_output_files(list_folder_outputs(self.out, names), *others)
 
 
 def list_images(folder: Path) -> list[Path]:

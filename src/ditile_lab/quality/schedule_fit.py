@@ -48,7 +48,8 @@ from ditile.runner.requests.preflight import read_condition_files
 from ditile.runner.requests.prepare import prepare_runner
 from ditile.runner.requests.results import list_drawn
 from ditile_lab.quality.captions import BUNDLED_SOURCE, load_captions
-from ditile_lab.quality.fit import EXACT_DB, Matrix, compute_gram_matrix, fit_budgets
+from ditile_lab.quality.fit import Matrix, compute_gram_matrix, fit_budgets
+from ditile_lab.quality.metrics import compute_psnr
 from ditile_lab.quality.options import FitOptions
 from ditile_lab.sessions import use_cache_within
 
@@ -336,10 +337,9 @@ def choose_measured_sizes(num_steps: int) -> list[int]:
 
 def compute_decibels(frames: Frames, others: Frames) -> float:
     """Compute the PSNR of an image, or of all frames of a video."""
-    error = float(np.square(frames.astype(np.float64) - others).mean()) / 255**2
-    if error == 0.0:
-        return EXACT_DB
-    return min(EXACT_DB, -10 * math.log10(error))
+    # A video is one tall image here.
+    shape = (1, -1, *frames.shape[-2:])
+    return float(compute_psnr(frames.reshape(shape), others.reshape(shape))[0])
 
 
 def _measure_square(values: Tensor) -> float:

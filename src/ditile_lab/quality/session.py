@@ -32,11 +32,11 @@ from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.requests.arguments import build_call_arguments
 from ditile.runner.requests.console import is_writing_process, show_progress_bar
-from ditile.runner.requests.pictures import hide_local_path, read_picture, save_picture_with_texts
+from ditile.runner.requests.pictures import hide_local_path, read_picture
 from ditile.runner.requests.prepare import silence_libraries
 from ditile_lab.quality.metrics import ImageArrays, compute_psnr
 from ditile_lab.quality.options import ORIGINAL, EvaluateOptions, EvaluationSetting, SessionOptions
-from ditile_lab.quality.store import EvaluationFolder
+from ditile_lab.quality.store import EvaluationFolder, save_image_with_texts
 from ditile_lab.rows import Row
 from ditile_lab.sessions import PLAIN, TurnPipelines, rotate, time_call
 
@@ -230,7 +230,7 @@ class _EvaluationSession:
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_picture_with_texts(Image.fromarray(image[0]), path, texts)
+            save_image_with_texts(Image.fromarray(image[0]), path, texts)
         except OSError as error:
             raise ModelError(f"{str(path)!r} cannot be written: {error}") from error
 

@@ -17,12 +17,15 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from PIL import Image
+
 from ditile.distributed import files
 from ditile.plan.errors import LoadError, ModelError
 from ditile.runner.model_files import read_json_object
+from ditile.runner.requests.pictures import encode_png
 from ditile_lab.quality.captions import Caption
 from ditile_lab.quality.options import ORIGINAL, EvaluationSetting
-from ditile_lab.rows import Row, RowFile, list_values
+from ditile_lab.rows import Row, RowFile, list_values, write_json_file
 
 JOB_FILE = "job.json"
 ROWS_FILE = "pictures.jsonl"
@@ -98,7 +101,7 @@ class EvaluationFolder:
         try:
             self.out.mkdir(exist_ok=True)
             if not (self.out / JOB_FILE).exists():
-                files.write_json_file(self.out / JOB_FILE, dict(job))
+                write_json_file(self.out / JOB_FILE, dict(job))
         except OSError as error:
             raise ModelError(f"out={str(self.out)!r} cannot be written: {error.strerror}") from error
 
@@ -112,6 +115,11 @@ class EvaluationFolder:
                     row[name] = judged[key][name]
         # Rows without an image are dropped, so that it is generated again.
         self.rows.replace(rows_on_disk.values())
+
+
+def save_image_with_texts(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
+    """Write an image as PNG, with texts about how it was made. Raises `OSError` if it cannot be written."""
+    files.write_atomically(path, encode_png(image, texts))
 
 
 def make_setting_slug(setting: EvaluationSetting) -> str:

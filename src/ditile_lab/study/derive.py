@@ -35,7 +35,7 @@ from ditile.plan.anatomy import (
 )
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import DUMMY_TEXT, Joint
-from ditile.planner.recording.capture import Call, CapturedCall
+from ditile_lab.study.capture import Call, CapturedCall
 from ditile_lab.study.merge import merge_lists
 from ditile_lab.study.record import (
     AttentionCall,

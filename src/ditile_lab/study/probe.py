@@ -23,7 +23,7 @@ from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.pipeline_calls import COUNTS, find_pipeline_device, list_call_parameters
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.errors import ModelError, ProbeError, describe_class_and_text
-from ditile.planner.recording.capture import CapturedCall, capture_call
+from ditile_lab.study.capture import CapturedCall, capture_call
 from ditile_lab.study.derive import derive_anatomy
 
 SHORT_TEXT, LONG_TEXT = "a red ring", "a small red ring on the left of a large blue square above a green circle"

@@ -11,6 +11,7 @@ import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,17 +19,26 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ditile.model.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
+from ditile.model.anatomies import (
+    DERIVED,
+    compute_source_hash,
+    find_anatomy,
+    list_settings,
+    make_unknown_error,
+    refuse_wrapper,
+)
 from ditile.model.block_lists import find_block_lists
+from ditile.model.block_table import AnatomyRow
 from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.hooks.pieces import list_predictions
 from ditile.model.hooks.token_arguments import find_unknown_rows, slice_rows
 from ditile.model.pipeline_calls import find_denoisers, find_pipeline_device
 from ditile.model.registry import list_unknown_models
 from ditile.parallel.block_formats import find_row_blocks
+from ditile.plan.anatomy import Anatomy
 from ditile.plan.errors import DitileError, ModelError, StateError, describe_class_and_text
 from ditile.plan.plan import Plan
-from ditile.planner.recording.capture import CapturedCall
+from ditile_lab.study.capture import CapturedCall
 from ditile_lab.study.probe import derive_from_pipeline
 from ditile_lab.study.record import find_skip, list_chain
 from ditile_lab.study.tensor_cuts import derive_tensor_cuts
@@ -246,6 +256,28 @@ def _derive_and_prove(pipe: Any, transformer: nn.Module, build: BuildRunner, exa
     except BaseException:
         forget_anatomy(transformer)
         raise
+
+
+def remember_anatomy(transformer: nn.Module, anatomy: Anatomy) -> None:
+    """Keep the anatomy of a class for this process, in place of an earlier one."""
+    new_row = {**write_row(transformer, anatomy), "of": list_settings(transformer)}
+    # The newest row comes first, and replaces rows derived from the same sources and settings.
+    rows: list[AnatomyRow] = [new_row]
+    for row in DERIVED.get(type(transformer), ()):
+        if row["source"] != new_row["source"] or row["of"] != new_row["of"]:
+            rows.append(row)
+    DERIVED[type(transformer)] = rows
+
+
+def forget_anatomy(transformer: nn.Module) -> None:
+    """Forget the derived anatomies of a class."""
+    DERIVED.pop(type(transformer), None)
+
+
+def write_row(transformer: nn.Module, anatomy: Anatomy) -> dict[str, Any]:
+    """Build the row of a transformer's class."""
+    row = {"source": compute_source_hash(transformer, anatomy.lists), **asdict(anatomy)}
+    return {name: value for name, value in row.items() if value or name in ("source", "lists", "joint", "inputs")}
 
 
 def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:

@@ -21,7 +21,7 @@ from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.pieces import find_run, flag_nan_tokens, has_nan
 from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
-from ditile.planner.recording.capture import Call
+from ditile_lab.study.capture import Call
 
 
 class AttentionCall(NamedTuple):

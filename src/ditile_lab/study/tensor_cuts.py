@@ -34,7 +34,7 @@ from ditile.parallel.tensor.cuts import TensorCuts, read_head_counts
 from ditile.parallel.tensor.sharding import shard_weights
 from ditile.plan.anatomy import TOKENS, Anatomy, ListAnatomy, select_word
 from ditile.plan.errors import DitileError, ModelError, PlanError
-from ditile.planner.recording.capture import Call
+from ditile_lab.study.capture import Call
 from ditile_lab.study.record import ChainBlock, list_chain
 from ditile_lab.study.thread_ranks import ThreadRank, run_thread_ranks
 

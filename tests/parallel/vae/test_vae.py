@@ -20,7 +20,7 @@ from ditile.parallel.vae.halo import GroupLinks, Halo, RowWindow, Strip
 from ditile.parallel.vae.layers import normalize_strip
 from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.errors import ModelError
-from ditile.planner.footprint import LiveBytes
+from ditile_lab.bench.session import LiveBytes
 from tests import tiny
 from tests.pool import Pool, on_ranks, share
 from tests.runner.cases import divided

@@ -166,6 +166,19 @@ def find_innermost_forward(module: nn.Module) -> tuple[Any, str]:
     return innermost, name
 
 
+def bind_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of a module's own forward, by parameter."""
+    signature = inspect.signature(type(module).forward)
+    call = dict[str, Any]()
+    for name, value in signature.bind(module, *args, **kwargs).arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            call.update(value)
+        else:
+            call[name] = value
+    call.pop(next(iter(signature.parameters)))
+    return call
+
+
 def list_parameter_names(module: nn.Module) -> list[str]:
     """Return the parameters of a module's own forward, whatever hooks wrap it."""
     return list(inspect.signature(type(module).forward).parameters)[1:]

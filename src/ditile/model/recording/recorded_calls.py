@@ -25,22 +25,6 @@ class RecordedCalls:
     as_code: dict[str, int]
     tape_bytes: int
 
-    def judge(self, *, are_equal: bool, fails: bool) -> tuple[bool, str]:
-        """Return whether a call is right whose captures fail or not, and what was found.
-
-        Args:
-            are_equal: whether its results are those of the code.
-        """
-        says = ", ".join(self.as_code)
-        is_expected = self.played > 0
-        if fails:
-            is_expected = says.startswith("a recording failed")
-        if self.played:
-            says = f"played {self.played} of {self.calls} calls"
-        if not are_equal:
-            says = f"the result differs: {says}"
-        return are_equal and is_expected, says
-
 
 def sum_recorded_calls(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Sum the records of several calls of a pipeline, from and to JSON types."""

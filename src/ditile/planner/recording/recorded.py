@@ -28,7 +28,7 @@ from ditile.distributed.recording.segments import list_tensors
 from ditile.model.hooks.block_calls import make_pass_on
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
-from ditile.model.hooks.overrides import override_attribute
+from ditile.model.hooks.overrides import bind_arguments, override_attribute
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import ASSETS, name_component_source
 from ditile.model.pipeline_calls import (
@@ -40,7 +40,6 @@ from ditile.model.pipeline_calls import (
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.shape import FRAME_COUNTS
-from ditile.planner.recording.capture import bind_arguments
 from ditile.planner.recording.sizes import SizesOnly
 from ditile.runner.load import convert_build_errors
 from ditile.runner.requests.arguments import check_rotary_table

@@ -96,16 +96,6 @@ def encode_picture(image: Image.Image, format: str, quality: int, texts: Mapping
     return encoded.getvalue()
 
 
-def save_picture_with_texts(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
-    """Write an image in the format of the path's ending, with texts about how it was made.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
-    format = PICTURE_FORMATS[path.suffix.lower()]
-    files.write_atomically(path, encode_picture(image, format, FILE_QUALITY, texts))
-
-
 def read_picture_texts(path: Path) -> dict[str, str]:
     """Read the texts about how an image was made. Empty if there is no such file, or its data or checksums are
     wrong."""

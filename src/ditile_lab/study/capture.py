@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from ditile.model.hooks.overrides import override_attribute
+from ditile.model.hooks.overrides import bind_arguments, override_attribute
 from ditile.model.pipeline_calls import hide_block_tracebacks
 from ditile.plan.anatomy import describe_mode
 from ditile.plan.errors import ModelError
@@ -32,19 +31,6 @@ class CapturedCall(dict[str, Any]):
     """
 
     before: Call | None = None
-
-
-def bind_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of a module's own forward, by parameter."""
-    signature = inspect.signature(type(module).forward)
-    call = dict[str, Any]()
-    for name, value in signature.bind(module, *args, **kwargs).arguments.items():
-        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            call.update(value)
-        else:
-            call[name] = value
-    call.pop(next(iter(signature.parameters)))
-    return call
 
 
 def capture_call(
