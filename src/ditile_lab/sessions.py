@@ -183,9 +183,9 @@ def time_denoising_loop(model: nn.Module) -> Iterator[Callable[[], list[float]]]
             hook.remove()
 
 
-def bind_to_cores(cores: Iterable[int] | None) -> None:
-    """Restrict this process to these cores, where the system can do so; None changes nothing."""
-    if cores is not None and hasattr(os, "sched_setaffinity"):
+def bind_to_cores(cores: Iterable[int]) -> None:
+    """Restrict this process to these cores, where the system can do so."""
+    if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
 

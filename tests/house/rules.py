@@ -22,15 +22,15 @@ LONELY_LINES = 60
 MOST_NODES = {
     "plan": 23_600,
     "distributed": 26_900,
-    "model": 53_700,
+    "model": 53_550,
     "parallel": 67_850,
     "cache": 40_600,
-    "runner": 71_700,
-    "planner": 44_250,
+    "runner": 71_650,
+    "planner": 43_450,
     "serve": 40_750,
     "cli": 15_150,
     "": 400,
-    "lab": 69_400,
+    "lab": 70_000,
 }
 """Top folder of the package -> its nodes of the syntax tree; "" are the files beside them, and the lab counts whole."""
 MOST_DENSE = {

@@ -14,7 +14,6 @@ from ditile.runner.requests.outputs import check_output_files
 from ditile_lab.rows import list_folder_outputs
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "cache")
-Rounds = Annotated[int, Field(ge=1, le=10_000)]
 RANDOM = "random-"
 """The prefix of the names of models with random weights."""
 
@@ -45,7 +44,7 @@ class Comparison:
         metavar="N,N,..",
         example="256,512",
     )
-    rounds: Rounds = define_option(3, "interleaved rounds that count")
+    rounds: Annotated[int, Field(ge=1, le=10_000)] = define_option(3, "interleaved rounds that count")
     out: str = define_option("ditile-bench", "folder for rows and runs; resumes what it has", metavar="FOLDER")
     submit: str | None = define_option(
         None, "write a file for docs/results.md: card, versions, plans, seconds, digests of images", metavar="FILE"

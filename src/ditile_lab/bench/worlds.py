@@ -37,19 +37,19 @@ class Worlds:
         rank, size: the rank of this process, and the number of ranks.
         backend: the backend of every group.
         timeout: the time after which a rank stops waiting for the others.
-        cores: the cores that this process may use; None if the system does not list them.
+        cores: the cores that this process may use.
     """
 
     rank: int
     size: int
     backend: str
     timeout: datetime.timedelta
-    cores: Sequence[int] | None
+    cores: Sequence[int]
     _store: Any
     _num_worlds: int = field(default=0)
 
     @classmethod
-    def join_shared_store(cls, timeout: float, cores: Sequence[int] | None) -> Worlds:
+    def join_shared_store(cls, timeout: float, cores: Sequence[int]) -> Worlds:
         """Replace the group made by `launch` or torchrun with a store that all ranks share.
 
         Under `launch` it is a file in the folder of the run. Under torchrun rank 0 listens for the other hosts. torch's

@@ -255,18 +255,15 @@ def _build_all_right_metric(model: str, captions: Sequence[str]) -> Metric | str
 def _explain_absence(packages: Sequence[str], weights: str) -> str | None:
     """Name the missing package or file of weights in a phrase; None if all are there."""
     for package in packages:
-        if not is_installed(package):
-            return f"{package} is not installed: {_advise_install(package)}"
+        if is_installed(package):
+            continue
+        advice = f"pip install {package.replace('_', '-')}"
+        if package == "torchvision":
+            advice = advise_torchvision()
+        return f"{package} is not installed: {advice}"
     if not _find_hub_file(weights).is_file():
         return f"{weights} is not in torch's hub folder"
     return None
-
-
-def _advise_install(package: str) -> str:
-    """Return pip's command for a package outside the extras."""
-    if package == "torchvision":
-        return advise_torchvision()
-    return f"pip install {package.replace('_', '-')}"
 
 
 def _find_hub_file(name: str) -> Path:

@@ -317,15 +317,16 @@ def choose_captions(options: FitOptions) -> list[str]:
     Raises:
         ModelError: if the source cannot be read, or has fewer captions.
     """
+    count = options.num_captions
     captions = [caption.text for caption in load_captions(options.captions, None, 10**6)]
-    if options.num_captions > len(captions):
+    if count > len(captions):
         raise ModelError(
-            f"num_captions={options.num_captions} exceeds the {len(captions)} captions of {options.captions!r}; give "
-            f"{len(captions)} or less"
+            f"num_captions={count} exceeds the {len(captions)} captions of {options.captions!r}; give {len(captions)} "
+            "or less"
         )
     if options.captions == BUNDLED_SOURCE:
-        return captions[-options.num_captions :]
-    return captions[: options.num_captions]
+        return captions[-count:]
+    return captions[:count]
 
 
 def choose_measured_sizes(num_steps: int) -> list[int]:

@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ditile.distributed.cpus import list_usable_cores
 from ditile.distributed.launch import launch
 from ditile_lab.bench.worlds import Worlds
 
 
 def summed(texts: list[str]) -> tuple[list[Any], set[str]]:
     """Rank 0's text and the sums of the ranks of a world of one and of two, and the addresses of all that listens."""
-    worlds = Worlds.join_shared_store(20.0, None)
+    worlds = Worlds.join_shared_store(20.0, list_usable_cores())
     found: list[Any] = [worlds.broadcast_text(texts[worlds.rank])]
     listens = set()
     for world in (1, 2):
