@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-PROTOCOL = 1
-MAGIC = b"DITILE01"
+PROTOCOL = 2
+MAGIC = b"DITILE02"
 # The magic, and the lengths of the header and of the tensors in little-endian order.
 PREFIX = struct.Struct("<8sIQ")
 MAX_HEADER_BYTES = 2**20

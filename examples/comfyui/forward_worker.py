@@ -141,10 +141,6 @@ class WorkerPool:
         self._workers: dict[WorkerOptions, Worker] = {}
         self._lock = threading.Lock()
 
-    def list_workers(self) -> list[Worker]:
-        """Return those that were started and not ended."""
-        return list(self._workers.values())
-
     def has_ended(self, options: WorkerOptions) -> bool:
         """Return whether the worker of these options was started and does not run any more."""
         worker = self._workers.get(options)

@@ -7,10 +7,10 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import ditile
-from ditile.cli.latents import PARTS, LatentsFacts, LatentsKeeper, describe_config, explain_unkept, find_cut_size
+from ditile.cli.latents import LatentsFacts, LatentsKeeper, Part, describe_config, explain_unkept, find_cut_size
 from ditile.cli.outcome import NUM_PERF_CALLS, RunnerCallResult, compute_median_reports, summarize_outcome
 from ditile.distributed.transport import gather_json
 from ditile.model.pipeline_calls import find_call_owner, list_call_parameters
@@ -151,7 +151,7 @@ def _build_keeper(
     parts = {}
     dtype = ""
     if refusal is None:
-        parts = {name: describe_config(part) for name, part in pipe.components.items() if name in PARTS}
+        parts = {name: describe_config(part) for name, part in pipe.components.items() if name in get_args(Part)}
         dtype = str(pipe.vae.dtype).removeprefix("torch.")
     facts = LatentsFacts(
         model=request.model,

@@ -13,7 +13,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.torch
@@ -37,7 +37,7 @@ METADATA = "ditile_latents"
 """The name of the metadata that holds the JSON."""
 LATENTS = "vae.z"
 """The tensor with the latents of images and videos; others too are named by component and argument of its `decode`."""
-PARTS = ("vae", "audio_vae", "vocoder")
+Part = Literal["vae", "audio_vae", "vocoder"]
 """The components that decode."""
 
 
@@ -59,7 +59,7 @@ class LatentsFacts(BaseModel):
     model: str
     components: dict[str, str]
     dtype: str
-    parts: dict[str, str]
+    parts: dict[Part, str]
     kind: OutputKind
     fps: FrameRate
     frames: int

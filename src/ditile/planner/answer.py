@@ -34,7 +34,6 @@ class PlanAnswer:
         memories: for each plan, the needs of each of its ranks.
         hosts: for each plan, the host memory needed by the ranks of a host.
         host_memory_bytes: bytes of a host's memory; 0 if they are not known.
-
         is_unlike: whether `hardware` names the device of each rank.
         models: transformers that are called in turns; memory has all of them on every rank.
     """
@@ -48,7 +47,6 @@ class PlanAnswer:
     memories: tuple[tuple[RankMemory, ...], ...] = ()
     hosts: tuple[HostMemory, ...] = ()
     host_memory_bytes: int = 0
-
     is_unlike: bool = False
     models: int = 1
 

@@ -128,11 +128,9 @@ class SearchResult:
         prices: of the plans that fit, the fastest first. The last one is of one device, if that fits.
         too_large: how many plans need more memory than there is, of those that were looked at before enough fitted.
         legal: how many plans were searched: all that the model and the call allow.
-
     """
 
     prices: tuple[Price, ...]
-
     too_large: int = 0
     legal: int = 1
 

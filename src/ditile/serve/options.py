@@ -68,7 +68,7 @@ class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
         None, "folder of LoRAs (.safetensors) that requests may name", metavar="DIR", reads=True
     )
     max_loras: Count = define_option(4, "LoRAs that stay loaded")
-    max_queue: Count = define_option(64, "jobs that may wait")
+    max_queue: Count = define_option(64, "jobs that may wait; with --forward connections")
     max_batch: Count = define_option(1, "images of one shape made at once; at least the plan's data")
     max_pixels: Count | None = define_option(
         None, "pixels of an image or of a frame; by default four times as many as the model's own size has"
@@ -78,7 +78,9 @@ class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
     max_frames: Count = define_option(1024, "frames of a video")
     max_prompt: Count = define_option(8192, "letters of a prompt")
     max_body: Count = define_option(2**26, "bytes of a request")
-    timeout: Seconds = define_option(3600.0, "seconds after which a job is ended")
+    timeout: Seconds = define_option(
+        3600.0, "seconds after which a job is ended; with --forward the longest wait for a turn"
+    )
     drain: Seconds = define_option(60.0, "seconds that running jobs get when a signal stops the server")
     exit_on_failure: bool = define_option(
         False, "end with exit code 1 when the ranks have failed three starts in the same way"

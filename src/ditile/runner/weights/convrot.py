@@ -36,8 +36,8 @@ class WeightSettings(BaseModel):
     """The JSON in which ComfyUI says how a weight is stored."""
 
     format: Any = None
-    is_rotated: bool = _define_setting(False, "convrot")
-    group_size: int = _define_setting(256, "convrot_groupsize")
+    is_rotated: bool | None = _define_setting(False, "convrot")
+    group_size: int | None = _define_setting(256, "convrot_groupsize")
 
 
 class FileSettings(BaseModel):
@@ -64,8 +64,8 @@ class IntegerFormat(NamedTuple):
     def from_settings(cls, settings: WeightSettings) -> IntegerFormat:
         """Return the format of a weight with these settings."""
         if settings.format == INT4:
-            return cls(INT4, settings.group_size, 2)
-        return cls(settings.format, settings.group_size if settings.is_rotated else 1, 1)
+            return cls(INT4, settings.group_size or 0, 2)
+        return cls(settings.format, (settings.group_size or 0) if settings.is_rotated else 1, 1)
 
     @property
     def row_blocks(self) -> RowBlocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -24,49 +25,65 @@ def listen_on_address(address: str, keys: ApiKeys) -> Iterator[tuple[socket.sock
     Raises:
         ModelError: if it is none of this machine, others may write to its folder, it is taken, or a port has no keys.
     """
-    path = None
-    try:
-        if address.startswith(UNIX):
-            path = Path(address.removeprefix(UNIX)).expanduser().absolute()
-            listener = _listen_on_path(path)
-            place = f"{UNIX}{path}"
-        else:
-            host, _, port = address.rpartition(":")
-            if host not in LOOPBACK or not port.isdecimal():
-                raise ModelError(
-                    f"forward={quote_value(address)} is not on this machine; give unix:/path or 127.0.0.1:PORT"
-                )
-            if not keys:
-                raise ModelError(
-                    f"forward={address!r} is reached by all users of this machine; give --api-key FILE or "
-                    "DITILE_API_KEY, or listen on unix:/path"
-                )
-            listener = socket.create_server((host.strip("[]"), int(port)), family=LOOPBACK[host])
-            # Without it an answer waits until its header is acknowledged. Accepted connections inherit it.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            place = f"{host}:{listener.getsockname()[1]}"
-    except (OSError, OverflowError) as error:
-        raise ModelError(f"forward={quote_value(address)}: the server cannot listen there ({error})") from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            if address.startswith(UNIX):
+                path = Path(os.path.expanduser(address.removeprefix(UNIX)))
+                stack.enter_context(_own_path(path, address))
+                listener = _listen_on_path(path)
+                stack.callback(path.unlink, missing_ok=True)
+                place = f"{UNIX}{path}"
+            else:
+                host, _, port = address.rpartition(":")
+                if host not in LOOPBACK or not port.isdecimal():
+                    raise ModelError(
+                        f"forward={quote_value(address)} is not on this machine; give unix:/path or 127.0.0.1:PORT"
+                    )
+                if not keys:
+                    raise ModelError(
+                        f"forward={address!r} is reached by all users of this machine; give --api-key FILE or "
+                        "DITILE_API_KEY, or listen on unix:/path"
+                    )
+                listener = socket.create_server((host.strip("[]"), int(port)), family=LOOPBACK[host])
+                # Without it an answer waits until its header is acknowledged. Accepted connections inherit it.
+                listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                place = f"{host}:{listener.getsockname()[1]}"
+        except (OSError, OverflowError) as error:
+            raise ModelError(f"forward={quote_value(address)}: the server cannot listen there ({error})") from error
         with listener:
             yield listener, place
-    finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _own_path(path: Path, address: str) -> Iterator[None]:
+    """Keep other servers off a path, which only this user can write to.
+
+    Raises:
+        OSError: if there is no such folder.
+        ModelError: if it is not so, or another server has the path.
+    """
+    if not path.is_absolute():
+        raise ModelError(f"forward={quote_value(address)} has no absolute path; give unix:/path")
+    folder = path.parent.stat()
+    if folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or folder.st_uid not in (0, os.geteuid()):
+        raise ModelError(f"forward={address!r}: others can write to {path.parent}; take a folder of your own")
+    # The file stays: of two servers each could lock another one, if it were made anew.
+    with Path(f"{path}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ModelError(f"forward={address!r}: another server has it; give another path") from None
+        yield
 
 
 def _listen_on_path(path: Path) -> socket.socket:
     """Return a socket that listens on a path, in the place of one that a killed server has left.
 
     Raises:
-        OSError: if it cannot, as where another server listens.
-        ModelError: if others could put a socket of theirs in its place.
+        OSError: if it cannot, as where another program listens.
     """
-    folder = path.parent.stat()
-    if folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or folder.st_uid not in (0, os.geteuid()):
-        raise ModelError(f"forward='{UNIX}{path}': others can write to {path.parent}; take a folder of your own")
     with socket.socket(socket.AF_UNIX) as probe:
-        # A living server may have too many waiting connections to answer at once.
+        # A living program may have too many waiting connections to answer at once.
         probe.setblocking(False)
         if path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
             path.unlink()
@@ -75,6 +92,8 @@ def _listen_on_path(path: Path) -> socket.socket:
     mask = os.umask(0o177)
     try:
         listener.bind(str(path))
+        # Access lists of a folder would be stronger than the mask.
+        path.chmod(0o600)
         listener.listen()
     except OSError:
         listener.close()

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from ditile.plan.errors import quote_value
 from ditile.plan.option_classes import JsonObject
 
-PROTOCOL: Final = 1
-MAGIC = b"DITILE01"
+PROTOCOL: Final = 2
+MAGIC = b"DITILE02"
 PREFIX = struct.Struct("<8sIQ")
 MAX_HEADER_BYTES = 2**20
 # The file of a message to or from a rank that has the bytes of all tensors.
@@ -56,7 +56,7 @@ class ForwardRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     op: Literal["hello", "forward"]
-    protocol: Literal[1] = PROTOCOL
+    protocol: Literal[2] = PROTOCOL
     key: str = ""
     arguments: dict[str, Any] = {}
     tensors: list[TensorEntry] = []

@@ -189,6 +189,8 @@ class ForwardServer:
                     raise StreamError("the key is not known; the first request must be hello, with a key")
                 answer, answer_content = self._answer_request(request, content)
             except MessageError as error:
+                if not is_known:
+                    raise StreamError(str(error)) from None
                 send_message(connection, {"ok": False, "error": str(error)})
             else:
                 send_message(connection, {"ok": True, **answer}, answer_content)
@@ -209,7 +211,7 @@ class ForwardServer:
         if len(request.loras) > self._options.max_loras:
             raise MessageError(f"{len(request.loras)} LoRAs are more than --max-loras {self._options.max_loras}")
         seconds = self._options.timeout
-        if not self._turn.acquire(timeout=seconds):
+        if not self._turn.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
             raise MessageError(f"the call had no turn within --timeout {seconds:g}")
         try:
             return self._call_ranks(request.model_dump(), content)
@@ -218,6 +220,9 @@ class ForwardServer:
 
     def _call_ranks(self, request: JsonObject, content: bytearray) -> tuple[JsonObject, bytes]:
         """Let the ranks make a call, and return the answer of the first. Raises `MessageError` if they refuse it."""
+        if self._failure is not None:
+            # The ranks are about to end, and would answer an earlier call.
+            raise MessageError(str(self._failure))
         # The bytes as they came, without a copy for each rank.
         sent: Any = {CONTENT: content}
         for link in self._links:
