@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import torch
 from diffusers import FluxPipeline
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -170,6 +171,7 @@ def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
     drive("shapes-flux", "pipefusion=2", script, lora_dir=str(tmp_path))
 
 
+@pytest.mark.alone
 def test_a_rank_that_dies_is_noticed_and_started_again() -> None:
     """A failure would mean a server that waits for a rank that has gone."""
 
