@@ -251,7 +251,7 @@ def test_the_command_plans_a_video(saved: Any, capsys: pytest.CaptureFixture[str
         assert len(plan["memory_by_rank"]) == Plan.parse(plan["plan"]).world
         assert max(rank["peak"] for rank in plan["memory_by_rank"]) == plan["memory_bytes"]
     for words, said in (
-        (("--frames", "10"), "frames=10 are not a multiple of 4 and one more; try frames=9"),
+        (("--frames", "10"), "frames=10 are not a multiple of 4 and one more; try frames=13"),
         (("--price", "pipefusion=200"), "'pipefusion=200' needs 200 devices"),
         (("--width", "100"), "width=100 is not a multiple of 16"),
     ):
