@@ -171,3 +171,12 @@ def test_what_needs_an_extra_stands_behind_its_check() -> None:
         if not needs <= allowed:
             wrong[name] = needs - allowed
     assert not wrong
+
+
+def test_packages_are_looked_for_in_one_place() -> None:
+    """`find_spec` is called by the table's module alone, and a package of no extra is looked for where it is used."""
+    others = [source for source in SOURCES if not source.path.endswith("plan/extras.py")]
+    assert not [source.path for source in others if "find_spec" in source.text]
+    for source in others:
+        used = {each.name.partition(".")[0] for each in list_imports(source)} & IN_NO_EXTRA
+        assert not used or re.search(r"\b(is_installed|require_quantizer)\(", source.text), (source.path, used)
