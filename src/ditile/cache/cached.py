@@ -13,7 +13,7 @@ import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.cache.build import CacheContext, Chain
+from ditile.cache.clock import CallClock
 from ditile.cache.config import (
     BlockCacheConfig,
     CacheConfig,
@@ -40,9 +41,6 @@ from ditile.model.hooks.kv_store import KeptBuffers
 from ditile.model.hooks.overrides import WatchedMethod, find_innermost_forward, override_attribute
 from ditile.model.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
 from ditile.plan.errors import ModelError
-
-if TYPE_CHECKING:
-    from ditile.cache.clock import CallClock
 
 LOG = logging.getLogger("ditile")
 LAYER_SKIP_ARGUMENTS = ("skip_layers",)

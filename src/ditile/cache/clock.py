@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from ditile.cache.cached import ModelCache
 from ditile.model.hooks.protocols import CallPosition, LabelledModel
 from ditile.plan.errors import StateError
+
+
+class CountedCache(Protocol):
+    """A cache whose images a clock begins and ends."""
+
+    def begin_generation(self, steps: int) -> None: ...
+
+    def end_generation(self) -> None: ...
 
 
 class CallClock:
@@ -20,7 +28,7 @@ class CallClock:
         separate_cfg: whether each step has two calls, one for each branch of guidance.
     """
 
-    def __init__(self, caches: Sequence[ModelCache], *, steps: int | None, separate_cfg: bool) -> None:
+    def __init__(self, caches: Sequence[CountedCache], *, steps: int | None, separate_cfg: bool) -> None:
         self._caches = caches
         self._calls_per_step = 1 + separate_cfg
         self._most_calls = 0
