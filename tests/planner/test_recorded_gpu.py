@@ -23,7 +23,7 @@ from tests.planner.test_simulated_gpu import LARGE, Row, list_late_syncs
 from tests.pool import Pool
 from tests.recorded_calls import record_on_simulated_gpus
 from tests.simulated_gpu.gpu import CALL, SETUP, Finding, SimulatedGpu
-from tests.simulated_gpu.messages import GlooMessages, simulate_gpu
+from tests.simulated_gpu.messages import SimulatedMessages, simulate_gpu
 
 STEPS = {"num_inference_steps": 5}
 PLAYED = 6
@@ -72,7 +72,7 @@ def generate_recorded(row: Row) -> RecordedImages:
     rank = dist.get_rank() if dist.is_initialized() else 0
     plan = Plan.parse(row.plan)
     gpu = SimulatedGpu(rank)
-    messages = GlooMessages(gpu) if plan.world > 1 else None
+    messages = SimulatedMessages(gpu) if plan.world > 1 else None
     warnings: list[str] = []
     waits: list[dict[str, int]] = []
 
@@ -131,7 +131,7 @@ def trace_recorded(folder: Path) -> tuple[bool, int, list[Finding]]:
     gpu = SimulatedGpu(dist.get_rank())
     row = Row("flux", "pipefusion=2 patches=2", STEPS)
     images = []
-    with record_on_simulated_gpus(), torch.no_grad(), simulate_gpu(gpu, GlooMessages(gpu)):
+    with record_on_simulated_gpus(), torch.no_grad(), simulate_gpu(gpu, SimulatedMessages(gpu)):
         runner = parallelize(row.make_pipeline(), Plan.parse(row.plan), device=gpu.device, cuda_graphs=True)
         for runner.trace in (False, False, True):
             gpu.record.enter_place(CALL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -65,36 +64,17 @@ class HostSync(NamedTuple):
     site: str
 
 
-class SimulatedMessage(NamedTuple):
-    """A message or collective that was started.
-
-    Attributes:
-        place: of the call.
-        kind: what torch.distributed calls it.
-        ranks: of its group.
-        num_bytes: of what this rank gives or takes.
-        on_gpu: whether NCCL would carry it.
-    """
-
-    place: str
-    kind: str
-    ranks: tuple[int, ...]
-    num_bytes: int
-    on_gpu: bool
-
-
 @dataclass(slots=True)
 class PlaceCounts:
     """What happened in a place of a call, such as a micro-step.
 
     Attributes:
-        kernels, host_calls: kernels and copies that were launched; operators that the host ran for them.
+        kernels: kernels and copies that were launched.
         peak_bytes: the most that was alive at once.
         pinned: allocations of page-locked memory.
     """
 
     kernels: int = 0
-    host_calls: int = 0
     peak_bytes: int = 0
     pinned: int = 0
 
@@ -107,18 +87,14 @@ class SimulationRecord:
         place: where the call is now.
         places: counts of each place, in order.
         findings, syncs: how often each was seen.
-        messages: in order.
         live_bytes: alive now.
-        warns_of_syncs: whether a wait of the host is a warning too, as torch's debug mode makes it one.
     """
 
     place: str = SETUP
     places: dict[str, PlaceCounts] = field(default_factory=lambda: defaultdict(PlaceCounts))
     findings: Counter[Finding] = field(default_factory=Counter)
     syncs: Counter[HostSync] = field(default_factory=Counter)
-    messages: list[SimulatedMessage] = field(default_factory=list)
     live_bytes: int = 0
-    warns_of_syncs: bool = False
 
     @property
     def here(self) -> PlaceCounts:
@@ -137,11 +113,7 @@ class SimulationRecord:
 
     def note_sync(self, kind: str) -> None:
         """The host waits for the device."""
-        site = find_site()
-        self.syncs[HostSync(self.place, kind, site)] += 1
-        if self.warns_of_syncs:
-            path, _, line = site.partition(" ")[0].rpartition(":")
-            warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, path, int(line or 0))
+        self.syncs[HostSync(self.place, kind, find_site())] += 1
 
     def note_finding(self, kind: str, what: str) -> None:
         """Something happened that must not."""
@@ -317,8 +289,7 @@ class SimulatedGpu(TorchDispatchMode):
             return func(*args, **kwargs)
         if self.graph is not None and not self.graph.is_valid:
             raise CaptureError("CUDA error: operation failed due to a previous error during capture")
-        about, here = describe_operator(func), self.record.here
-        here.host_calls += 1
+        about = describe_operator(func)
         if about.name == "aten::_local_scalar_dense":
             return func(self.read_numbers(args[0], "item"))
         if about.name == "aten::_to_copy":
@@ -440,7 +411,6 @@ class SimulatedGpu(TorchDispatchMode):
         if len({each.dtype for each in tensors[:3]}) > 1:
             raise SimulationError(f"attention of {[str(each.dtype) for each in tensors[:3]]} at {find_site()}")
         self.touch_memory("attention", tensors, [])
-        self.record.here.host_calls += 1
         self.record.here.kernels += 1
         return [each.content if isinstance(each, SimulatedTensor) else each for each in given]
 

@@ -1,7 +1,6 @@
 """What stands for torch.cuda and torch.distributed while a rank is simulated: NCCL's promises, without NCCL.
 
-A message is over when somebody waits for it, and not before. A rank alone receives zeros; small messages between CPUs,
-in which ranks agree, are as if all others said what this rank says.
+A message is over when somebody waits for it, and not before.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from ditile.model.hooks.generation import Generation
 from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.tensor import collectives
 from ditile.plan.schedule import MicroStep
-from ditile_lab.machine.messages import LoneGroup
-from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulatedGraph, SimulatedMessage
-from tests.simulated_gpu.tensors import SimulatedTensor, install_device_guard
+from ditile_lab.machine.messages import NCCL
+from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulatedGraph
+from tests.simulated_gpu.tensors import SimulatedTensor, install_device_guard, replace_leaves
 
-NCCL = "cpu:gloo,cuda:nccl"
 GPUS_PER_HOST = 8
 
 
@@ -75,191 +73,34 @@ class _PeerMessage(NamedTuple):
     group_peer: int
 
 
-Carry = Callable[[Callable[[Tensor], Tensor]], Any]
-"""(tensor -> what is sent of it, or received for it) -> torch's work; it starts a real message."""
-
-
 class SimulatedMessages:
-    """The functions of torch.distributed of one simulated rank, under their own names.
+    """Functions of torch.distributed, under their own names: what arrives is NaN until it is waited for.
+
+    They call those that they replace, of ranks or of `LoneMessages`, with what is in the tensors.
 
     Args:
         gpu: whose tensors they are.
-        rank, world: this rank among so many.
     """
 
-    def __init__(self, gpu: SimulatedGpu, rank: int, world: int) -> None:
-        self.gpu, self._rank = gpu, rank
-        self._everyone: Any = LoneGroup("everyone", tuple(range(world)), rank, NCCL)
-        self.group = SimpleNamespace(WORLD=self._everyone)
-        self.P2POp, self._num_groups = _PeerMessage, 0
-
-    def list_replacements(self) -> dict[str, Any]:
-        """Each name of torch.distributed that is replaced, and by what."""
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu = gpu
         names = [name for name in dir(type(self)) if not name.startswith("_") and hasattr(dist, name)]
-        return {name: getattr(self, name) for name in (*names, "group", "P2POp")}
+        self._real = {name: getattr(dist, name) for name in (*names, "P2POp")}
+        self.replacements = {name: getattr(self, name) for name in names} | {"P2POp": _PeerMessage}
 
-    def find_backend(self, group: Any) -> str:
-        """The backends of a group."""
-        return str((group or self._everyone).backend)
-
-    def list_ranks(self, group: Any) -> tuple[int, ...]:
-        """The ranks of a group."""
-        return tuple((group or self._everyone).ranks)
-
-    def start_message(
-        self, kind: str, group: Any, reads: Sequence[Tensor], writes: Sequence[Tensor], carry: Carry
+    def _start(
+        self, kind: str, group: Any, reads: Sequence[Any], writes: Sequence[Any], carry: Callable[[Any], Any]
     ) -> SimulatedWork:
-        """Starts a message that reads and writes some tensors; `carry` is what real ranks would do."""
-        self.gpu.refuse_in_capture(f"{kind}, which would be part of the graph")
-        record, everything = self.gpu.record, [*reads, *writes]
-        on_gpu = everything[0].device.type == "cuda"
+        """Starts a message; `carry` is called with a function from each tensor to what is sent of it or received."""
+        self._gpu.refuse_in_capture(f"{kind}, which would be part of the graph")
+        record, everything = self._gpu.record, [*reads, *writes]
+        backend = self.get_backend_config(group)
         for tensor in everything:
-            backend = self.find_backend(group)
-            if on_gpu and "nccl" not in backend:
+            if everything[0].device.type == "cuda" and "nccl" not in backend:
                 record.note_finding("wrong backend", f"{kind} of a tensor on a GPU over {backend}")
-            if not on_gpu and backend == "nccl":
-                record.note_finding("wrong backend", f"{kind} of a tensor on the CPU over {backend}")
             if not tensor.is_contiguous():
                 record.note_finding("not contiguous", f"{kind} of {list(tensor.shape)}")
-        size = sum(each.nbytes for each in (reads or writes))
-        record.messages.append(SimulatedMessage(record.place, kind, self.list_ranks(group), size, on_gpu))
-        self.gpu.touch_memory(kind, everything, writes)
-        what = f"{kind} of {list(everything[0].shape)} of {record.place}"
-        return SimulatedWork(self.gpu, what, reads, writes, self.carry_numbers(reads, writes, carry))
-
-    def carry_numbers(self, reads: Sequence[Any], writes: Sequence[Any], carry: Carry) -> Callable[[], None]:
-        """Starts to carry what is in tensors; returns what brings it when it is waited for."""
-        for tensor in writes:
-            if isinstance(tensor, SimulatedTensor):
-                tensor.content.zero_()
-            elif reads and reads[0].shape == tensor.shape:
-                tensor.copy_(reads[0])
-        return lambda: None
-
-    # The functions of torch.distributed
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def get_world_size(self, group: Any = None) -> int:
-        return int((group or self._everyone).size())
-
-    def get_rank(self, group: Any = None) -> int:
-        return int((group or self._everyone).rank())
-
-    def get_backend_config(self, group: Any = None) -> str:
-        return self.find_backend(group)
-
-    def new_group(self, ranks: Sequence[int], timeout: Any = None, backend: str | None = None, **_: Any) -> Any:
-        self._num_groups += 1
-        kind = "cpu:gloo,cuda:gloo" if backend == "gloo" else NCCL
-        group = LoneGroup(f"group {self._num_groups}", tuple(ranks), self._rank, kind)
-        return group if self._rank in ranks else -100
-
-    def destroy_process_group(self, group: Any = None) -> None: ...
-
-    def barrier(self, group: Any = None, **_: Any) -> None: ...
-
-    def isend(self, tensor: Tensor, group: Any = None, group_dst: int = 0) -> Any:
-        def carry(find: Any) -> Any:
-            return _REAL["isend"](find(tensor), group=group, group_dst=group_dst)
-
-        return self.start_message("isend", group, [tensor], [], carry)
-
-    def irecv(self, tensor: Tensor, group: Any = None, group_src: int = 0) -> Any:
-        def carry(find: Any) -> Any:
-            return _REAL["irecv"](find(tensor), group=group, group_src=group_src)
-
-        return self.start_message("irecv", group, [], [tensor], carry)
-
-    def batch_isend_irecv(self, ops: Sequence[_PeerMessage]) -> list[Any]:
-        names = ["isend" if each.op == self.isend else "irecv" for each in ops]
-        reads = [each.tensor for each, name in zip(ops, names, strict=True) if name == "isend"]
-        writes = [each.tensor for each, name in zip(ops, names, strict=True) if name == "irecv"]
-
-        def carry(find: Any) -> Any:
-            started = [
-                _REAL["P2POp"](_REAL[name], find(each.tensor), group=each.group, group_peer=each.group_peer)
-                for each, name in zip(ops, names, strict=True)
-            ]
-            return _REAL["batch_isend_irecv"](started)
-
-        return [self.start_message("batch_isend_irecv", ops[0].group, reads, writes, carry)]
-
-    def all_gather(self, parts: Sequence[Tensor], x: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        def carry(find: Any) -> Any:
-            return _REAL["all_gather"]([find(each) for each in parts], find(x), group=group, async_op=True)
-
-        return self._collect("all_gather", group, [x], parts, carry, async_op)
-
-    def all_gather_into_tensor(self, out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        def carry(find: Any) -> Any:
-            return _REAL["all_gather"](list(find(out).chunk(group.size())), find(x), group=group, async_op=True)
-
-        return self._collect("all_gather_into_tensor", group, [x], [out], carry, async_op)
-
-    def reduce_scatter_tensor(self, out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        def carry(find: Any) -> Any:
-            return _REAL["reduce_scatter_tensor"](find(out), find(x), group=group, async_op=True)
-
-        return self._collect("reduce_scatter_tensor", group, [x], [out], carry, async_op)
-
-    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        def carry(find: Any) -> Any:
-            return _REAL["all_reduce"](find(x), op, group=group, async_op=True)
-
-        return self._collect("all_reduce", group, [x], [x], carry, async_op)
-
-    def all_to_all_single(self, out: Tensor, x: Tensor, *sizes: Any, group: Any = None, async_op: bool = False) -> Any:
-        def carry(find: Any) -> Any:
-            return _REAL["all_to_all_single"](find(out), find(x), *sizes, group=group, async_op=True)
-
-        return self._collect("all_to_all_single", group, [x], [out], carry, async_op)
-
-    def broadcast(self, x: Tensor, group: Any = None, group_src: int = 0, async_op: bool = False) -> Any:
-        def carry(find: Any) -> Any:
-            return _REAL["broadcast"](find(x), group=group, group_src=group_src, async_op=True)
-
-        return self._collect("broadcast", group, [x], [x], carry, async_op)
-
-    def _collect(
-        self, kind: str, group: Any, reads: Sequence[Tensor], writes: Sequence[Tensor], carry: Carry, later: bool
-    ) -> Any:
-        work = self.start_message(kind, group, reads, writes, carry)
-        return work if later else work.wait() and None
-
-
-_REAL = {
-    name: getattr(dist, name) for name in dir(SimulatedMessages) if not name.startswith("_") and hasattr(dist, name)
-}
-_REAL |= {"P2POp": dist.P2POp}
-
-
-class GlooMessages(SimulatedMessages):
-    """Messages of real ranks. What arrives is NaN until it is waited for."""
-
-    def __init__(self, gpu: SimulatedGpu) -> None:
-        super().__init__(gpu, dist.get_rank(), dist.get_world_size())
-
-    def list_replacements(self) -> dict[str, Any]:
-        kept = {
-            "is_initialized",
-            "get_world_size",
-            "get_rank",
-            "new_group",
-            "destroy_process_group",
-            "barrier",
-            "group",
-        }
-        return {name: each for name, each in super().list_replacements().items() if name not in kept | {"group"}}
-
-    def find_backend(self, group: Any) -> str:
-        return NCCL
-
-    def list_ranks(self, group: Any) -> tuple[int, ...]:
-        return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-
-    def carry_numbers(self, reads: Sequence[Any], writes: Sequence[Any], carry: Any) -> Callable[[], None]:
+        self._gpu.touch_memory(kind, everything, writes)
         hidden: dict[int, tuple[Tensor, Tensor]] = {}
         for tensor in writes:
             if isinstance(tensor, SimulatedTensor):
@@ -267,7 +108,7 @@ class GlooMessages(SimulatedMessages):
                 if tensor.is_floating_point():
                     tensor.content.fill_(float("nan"))
 
-        def find_content(tensor: Any) -> Tensor:
+        def find_content(tensor: Any) -> Any:
             if id(tensor) in hidden:
                 return hidden[id(tensor)][1]
             return tensor.content if isinstance(tensor, SimulatedTensor) else tensor
@@ -280,7 +121,60 @@ class GlooMessages(SimulatedMessages):
             for content, arrived in hidden.values():
                 content.copy_(arrived)
 
-        return finish
+        what = f"{kind} of {list(everything[0].shape)} of {record.place}"
+        return SimulatedWork(self._gpu, what, reads, writes, finish)
+
+    def _call(
+        self, kind: str, reads: Sequence[Any], writes: Sequence[Any], later: bool, *args: Any, group: Any, **named: Any
+    ) -> Any:
+        def carry(find: Any) -> Any:
+            return self._real[kind](*replace_leaves(args, find), group=group, **named)
+
+        work = self._start(kind, group, reads, writes, carry)
+        return work if later else work.wait() and None
+
+    # The functions of torch.distributed
+
+    def get_backend_config(self, group: Any = None) -> str:
+        # Ranks have none but gloo, which stands for both.
+        return str(getattr(group, "backend", NCCL))
+
+    def isend(self, tensor: Tensor, group: Any = None, group_dst: int = 0) -> Any:
+        return self._call("isend", [tensor], [], True, tensor, group=group, group_dst=group_dst)
+
+    def irecv(self, tensor: Tensor, group: Any = None, group_src: int = 0) -> Any:
+        return self._call("irecv", [], [tensor], True, tensor, group=group, group_src=group_src)
+
+    def batch_isend_irecv(self, ops: Sequence[_PeerMessage]) -> list[Any]:
+        reads = [op.tensor for op in ops if op.op == self.isend]
+        writes = [op.tensor for op in ops if op.op == self.irecv]
+
+        def carry(find: Any) -> Any:
+            started = []
+            for op in ops:
+                function = self._real["isend" if op.op == self.isend else "irecv"]
+                started.append(self._real["P2POp"](function, find(op.tensor), group=op.group, group_peer=op.group_peer))
+            return self._real["batch_isend_irecv"](started)
+
+        return [self._start("batch_isend_irecv", ops[0].group, reads, writes, carry)]
+
+    def all_gather(self, parts: Sequence[Tensor], x: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        return self._call("all_gather", [x], parts, async_op, parts, x, group=group, async_op=True)
+
+    def all_gather_into_tensor(self, out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        return self._call("all_gather_into_tensor", [x], [out], async_op, out, x, group=group, async_op=True)
+
+    def reduce_scatter_tensor(self, out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        return self._call("reduce_scatter_tensor", [x], [out], async_op, out, x, group=group, async_op=True)
+
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        return self._call("all_reduce", [x], [x], async_op, x, op, group=group, async_op=True)
+
+    def all_to_all_single(self, out: Tensor, x: Tensor, *sizes: Any, group: Any = None, async_op: bool = False) -> Any:
+        return self._call("all_to_all_single", [x], [out], async_op, out, x, *sizes, group=group, async_op=True)
+
+    def broadcast(self, x: Tensor, group: Any = None, group_src: int = 0, async_op: bool = False) -> Any:
+        return self._call("broadcast", [x], [x], async_op, x, group=group, group_src=group_src, async_op=True)
 
 
 class SideCopy:
@@ -416,9 +310,6 @@ def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, A
 
     about = SimpleNamespace(name="a simulated GPU", total_memory=memory_bytes, major=9, minor=0, uuid="simulated")
 
-    def set_sync_debug_mode(mode: str) -> None:
-        gpu.record.warns_of_syncs = mode == "warn"
-
     stream = ComputeStream(gpu)
     return {
         "is_available": lambda: True,
@@ -436,14 +327,12 @@ def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, A
         "max_memory_allocated": lambda device=None: gpu.record.peak_bytes,
         "memory_snapshot": lambda *_, **__: [],
         "get_allocator_backend": lambda: "native",
-        "get_sync_debug_mode": lambda: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": empty_cache,
         "is_bf16_supported": lambda *_, **__: True,
         "is_current_stream_capturing": lambda: gpu.graph is not None,
         "graph_pool_handle": lambda: None,
         "CUDAGraph": lambda: SimulatedGraph(gpu),
-        "set_sync_debug_mode": set_sync_debug_mode,
         "synchronize": lambda device=None: gpu.wait_for_device("cuda.synchronize"),
         "current_stream": lambda device=None: stream,
         "Event": lambda **_: _SimulatedEvent(gpu),
@@ -471,7 +360,7 @@ def simulate_gpu(
 
     Args:
         gpu: this rank's.
-        messages: those of its rank; None where it is alone.
+        messages: those of its rank; None where it needs none.
         memory_bytes: of the GPU.
 
     Raises:
@@ -485,7 +374,7 @@ def simulate_gpu(
 
     def enter_and_note(generation: Generation, micro: MicroStep) -> None:
         enter_micro_step(generation, micro)
-        record.enter_place(name_micro_step(micro))
+        record.enter_place(f"step {micro.step}" + ("" if micro.patch is None else f" patch {micro.patch}"))
 
     def become_and_note(generation: Generation, other: Generation) -> None:
         become(generation, other)
@@ -506,7 +395,7 @@ def simulate_gpu(
         hooks: dict[str, Any] = {"enter_micro_step": enter_and_note, "become": become_and_note}
         stack.enter_context(mock.patch.multiple(Generation, **hooks))
         if messages is not None:
-            stack.enter_context(mock.patch.multiple(dist, **messages.list_replacements()))
+            stack.enter_context(mock.patch.multiple(dist, **messages.replacements))
             bound: dict[str, Any] = {
                 "_all_gather": messages.all_gather_into_tensor,
                 "_reduce_scatter": messages.reduce_scatter_tensor,
@@ -517,8 +406,3 @@ def simulate_gpu(
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
         stack.enter_context(gpu)
         yield gpu
-
-
-def name_micro_step(micro: MicroStep) -> str:
-    """How a record calls a micro-step."""
-    return f"step {micro.step}" if micro.patch is None else f"step {micro.step} patch {micro.patch}"
