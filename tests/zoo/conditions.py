@@ -13,42 +13,45 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 
 from tests.more_families import EVERY
 from tests.tiny import arguments, flux, randomise, sd3, vae
-from tests.zoo.entry import NEGATIVE_TEXT, embeds, entry, picture
+from tests.zoo.entry import NEGATIVE_TEXT, embeds, entry, guided, picture
 from tests.zoo.more_pictures import MASKED, chroma_call, like_flux
 from tests.zoo.pictures import (
-    MANY_WORDS,
-    ONE_PROMPT,
+    EDIT,
+    FLUX,
+    FLUX_2,
     OTHER_EMBEDS,
-    PROMPT,
-    PROMPTS,
-    SAME_LENGTH,
+    QWEN_IMAGE,
     TINY,
     TINY_LARGER,
-    TWO,
+    TURBO,
+    Z_IMAGE,
+    filled,
     flux_2,
     flux_controlnet,
     masked,
-    padded,
     qwen_image,
     qwen_image_call,
     size,
     z_image,
 )
 
+TRUE_CFG = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
 
-def qwen_image_controlnet() -> Any:
+
+def qwen_image_controlnet(cls: Any, **more: Any) -> Any:
     config = EVERY["QwenImageTransformer2DModel"].config
-    model = diffusers.QwenImageControlNetModel(**config | {"num_layers": 1})
+    model = diffusers.QwenImageControlNetModel(**config | {"num_layers": 1, **more})
     components = qwen_image(diffusers.QwenImagePipeline).components
-    return diffusers.QwenImageControlNetPipeline(**components, controlnet=randomise(model, seed=2, gain=1.0))
+    return cls(**components, controlnet=randomise(model, seed=2, gain=1.0))
 
 
-def sd3_controlnet() -> Any:
+def sd3_controlnet(cls: Any, channels: int = 0) -> Any:
+    """One that is shown a mask, as one channel more, is shown the picture without what is drawn anew."""
     pipe = sd3()
     config = {name: value for name, value in pipe.transformer.config.items() if not name.startswith("_")}
-    config |= {"num_layers": 1, "dual_attention_layers": (), "extra_conditioning_channels": 0}
+    config |= {"num_layers": 1, "dual_attention_layers": (), "extra_conditioning_channels": channels}
     model = randomise(diffusers.SD3ControlNetModel(**config), seed=2, gain=1.0)
-    return diffusers.StableDiffusion3ControlNetPipeline(**pipe.components, controlnet=model)
+    return cls(**pipe.components, controlnet=model)
 
 
 def sd3_controlnet_call() -> dict[str, Any]:
@@ -116,110 +119,77 @@ def flux_controlnet_inpaint() -> Any:
     return cls(**{name: parts[name] for name in inspect.signature(cls).parameters if name in parts})
 
 
-def sd3_controlnet_inpaint() -> Any:
-    """Its ControlNet is shown the picture, without what is drawn anew, and the mask as one channel more."""
-    pipe = sd3()
-    config = {name: value for name, value in pipe.transformer.config.items() if not name.startswith("_")}
-    config |= {"num_layers": 1, "dual_attention_layers": (), "extra_conditioning_channels": 1}
-    model = randomise(diffusers.SD3ControlNetModel(**config), seed=2, gain=1.0)
-    return diffusers.StableDiffusion3ControlNetInpaintingPipeline(**pipe.components, controlnet=model)
-
-
-def qwen_image_controlnet_inpaint() -> Any:
-    config = EVERY["QwenImageTransformer2DModel"].config
-    model = diffusers.QwenImageControlNetModel(**config | {"num_layers": 1, "extra_condition_channels": 4})
-    components = qwen_image(diffusers.QwenImagePipeline).components
-    return diffusers.QwenImageControlNetInpaintPipeline(**components, controlnet=randomise(model, seed=2, gain=1.0))
-
-
 CONTEXT = 24
 ONE_MASK = "the pipeline makes one mask for all pictures"
 
 
-def filled(height: int, width: int, mask: str = "mask_image", image: str = "image") -> dict[str, Any]:
-    """A picture of so many pixels, and the mask of what is drawn anew."""
-    torch.manual_seed(3)  # autoencoders draw pictures from their distribution, some without a generator
-    return {image: picture(height, width), mask: picture(height, width, 1)}
+def shown(height: int, width: int) -> dict[str, Any]:
+    return filled(height, width, "control_mask", "control_image")
 
 
 ENTRIES = [
     entry(
-        "flux-kontext-inpaint", 12, lambda: diffusers.FluxKontextInpaintPipeline(**flux().components), lambda: {
-            **arguments("flux"), **TINY, **filled(12, 20), "image_reference": picture(16, 20), "_auto_resize": False,
-            "max_area": 12 * 20, "strength": 0.9, "negative_prompt": "a blue square", "true_cfg_scale": 3.0,
-        }, larger=TINY_LARGER | filled(20, 28) | {"max_area": 20 * 28}, other_prompt={"max_sequence_length": 13},
-        two_images=TWO, padded_prompt=SAME_LENGTH,
+        "flux-kontext-inpaint", 12, lambda: diffusers.FluxKontextInpaintPipeline(**flux().components),
+        lambda: arguments("flux", **TINY, **TRUE_CFG, **filled(12, 20), image_reference=picture(16, 20), strength=0.9,
+                          _auto_resize=False, max_area=12 * 20),
+        **FLUX | {"larger": TINY_LARGER | filled(20, 28) | {"max_area": 20 * 28}},
     ),
     entry(
-        "flux-2-klein-inpaint", 9, lambda: flux_2(diffusers.Flux2KleinInpaintPipeline, guidance_embeds=False), lambda: {
-            "prompt_embeds": embeds(11, 32), "negative_prompt_embeds": embeds(9, 32), "guidance_scale": 3.0,
-            **filled(48, 80), "image_reference": picture(32, 48), "strength": 0.9,
-        }, larger=filled(80, 112), other_prompt={"prompt_embeds": embeds(13, 32)}, two_images=TWO,
-        padded_prompt=SAME_LENGTH,
+        "flux-2-klein-inpaint", 9, lambda: flux_2(diffusers.Flux2KleinInpaintPipeline, guidance_embeds=False),
+        lambda: guided(11, 9, 32) | filled(48, 80) | {
+            "image_reference": picture(32, 48), "guidance_scale": 3.0, "strength": 0.9,
+        }, **FLUX_2 | {"larger": filled(80, 112)},
     ),
     entry(
-        "qwen-image-edit-inpaint", 7, lambda: qwen_image(diffusers.QwenImageEditInpaintPipeline), lambda: {
-            **masked(11), **masked(NEGATIVE_TEXT, negative=True), "true_cfg_scale": 3.0, **filled(64, 96),
-            "strength": 0.9,
-        }, larger=filled(64, 64), other_prompt=OTHER_EMBEDS, two_images=TWO, padded_prompt=ONE_PROMPT,
+        "qwen-image-edit-inpaint", 7, lambda: qwen_image(diffusers.QwenImageEditInpaintPipeline),
+        lambda: masked(11) | masked(NEGATIVE_TEXT, negative=True) | filled(64, 96) | {
+            "true_cfg_scale": 3.0, "strength": 0.9,
+        }, **EDIT | {"larger": filled(64, 64)},
     ),
-    entry(
-        "chroma-inpaint", 14, chroma_inpaint,
-        lambda: chroma_call() | filled(48, 80) | {"strength": 0.9}, **MASKED,
-    ),
+    entry("chroma-inpaint", 14, chroma_inpaint, lambda: chroma_call() | filled(48, 80) | {"strength": 0.9}, **MASKED),
     entry(
         "chroma-img2img", 14, lambda: like_flux("ChromaTransformer2DModel", diffusers.ChromaImg2ImgPipeline),
         lambda: chroma_call() | {"image": picture(48, 80), "strength": 0.9}, **MASKED,
     ),
     entry(
-        "flux-controlnet-inpaint", 12, flux_controlnet_inpaint, lambda: {
-            **arguments("flux"), **TINY, **filled(12, 20), "control_image": picture(12, 20), "strength": 0.9,
-        }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+        "flux-controlnet-inpaint", 12, flux_controlnet_inpaint,
+        lambda: arguments("flux", **TINY, **filled(12, 20), control_image=picture(12, 20), strength=0.9), **FLUX,
     ),
     entry(
-        "stable-diffusion-3-controlnet-inpaint", 14, sd3_controlnet_inpaint, lambda: {
-            **arguments("sd3"), **size(3, 5, 8), **filled(24, 40, "control_mask", "control_image"),
-        }, larger=size(5, 7, 8) | filled(40, 56, "control_mask", "control_image"),
-        other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+        "stable-diffusion-3-controlnet-inpaint", 14,
+        lambda: sd3_controlnet(diffusers.StableDiffusion3ControlNetInpaintingPipeline, channels=1),
+        lambda: arguments("sd3", **size(3, 5, 8), **shown(24, 40)), **FLUX | {"larger": size(5, 7, 8) | shown(40, 56)},
     ),
     entry(
-        "qwen-image-controlnet-inpaint", 7, qwen_image_controlnet_inpaint,
-        lambda: qwen_image_call() | filled(24, 40, "control_mask", "control_image"),
-        larger=size(5, 7, 8) | filled(40, 56, "control_mask", "control_image"), other_prompt=OTHER_EMBEDS,
+        "qwen-image-controlnet-inpaint", 7,
+        lambda: qwen_image_controlnet(diffusers.QwenImageControlNetInpaintPipeline, extra_condition_channels=4),
+        lambda: qwen_image_call() | shown(24, 40), larger=size(5, 7, 8) | shown(40, 56), other_prompt=OTHER_EMBEDS,
         two_images=ONE_MASK, padded_prompt=ONE_MASK,
     ),
     entry(
-        "flux-ip-adapter", 12, flux_ip_adapter, lambda: {
-            **arguments("flux"), **TINY, "negative_prompt": "a blue square", "true_cfg_scale": 3.0,
+        "flux-ip-adapter", 12, flux_ip_adapter, lambda: arguments("flux", **TINY, **TRUE_CFG) | {
             "ip_adapter_image_embeds": [embeds(1, 8)], "negative_ip_adapter_image_embeds": [embeds(1, 8, seed=5)],
-        }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+        }, **FLUX,
     ),
     entry(
-        "stable-diffusion-3-ip-adapter", 14, sd3_ip_adapter, lambda: {
-            **arguments("sd3"), **TINY, "ip_adapter_image_embeds": embeds(3, 16, rows=2),
-        }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+        "stable-diffusion-3-ip-adapter", 14, sd3_ip_adapter,
+        lambda: arguments("sd3", **TINY, ip_adapter_image_embeds=embeds(3, 16, rows=2)), **FLUX,
     ),
     entry(
-        "qwen-image-controlnet", 7, qwen_image_controlnet, lambda: qwen_image_call() | {
-            "control_image": picture(24, 40),
-        }, larger=size(5, 7, 8) | {"control_image": picture(40, 56)}, other_prompt=OTHER_EMBEDS, two_images=TWO,
-        padded_prompt=padded(),
+        "qwen-image-controlnet", 7, lambda: qwen_image_controlnet(diffusers.QwenImageControlNetPipeline),
+        lambda: qwen_image_call() | {"control_image": picture(24, 40)},
+        **QWEN_IMAGE | {"larger": size(5, 7, 8) | {"control_image": picture(40, 56)}},
     ),
     entry(
-        "stable-diffusion-3-controlnet", 14, sd3_controlnet, sd3_controlnet_call,
-        larger=size(5, 7, 8) | {"control_image": picture(40, 56)}, other_prompt={"max_sequence_length": 13},
-        two_images=TWO, padded_prompt=SAME_LENGTH,
+        "stable-diffusion-3-controlnet", 14, lambda: sd3_controlnet(diffusers.StableDiffusion3ControlNetPipeline),
+        sd3_controlnet_call, **FLUX | {"larger": size(5, 7, 8) | {"control_image": picture(40, 56)}},
     ),
     entry(
-        "stable-diffusion-3-inpaint", 14, sd3_inpaint, lambda: arguments("sd3") | TINY | {
-            "image": picture(12, 20), "mask_image": picture(12, 20, 1), "strength": 0.9,
-        }, larger=TINY_LARGER | {"image": picture(20, 28), "mask_image": picture(20, 28, 1)},
-        other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+        "stable-diffusion-3-inpaint", 14, sd3_inpaint, lambda: arguments("sd3", **TINY, **filled(12, 20), strength=0.9),
+        **FLUX | {"larger": TINY_LARGER | filled(20, 28)},
     ),
     entry(
-        "z-image-controlnet", 4, z_image_with_controlnet, lambda: {
-            "prompt": PROMPT, "control_image": picture(28, 44), "guidance_scale": 1.0, **size(7, 11, 4),
-        }, larger=size(11, 16, 4) | {"control_image": picture(44, 64)}, other_prompt=MANY_WORDS, two_images=TWO,
-        padded_prompt=PROMPTS,
+        "z-image-controlnet", 4, z_image_with_controlnet, lambda: TURBO | {"control_image": picture(28, 44)},
+        **Z_IMAGE | {"larger": size(11, 16, 4) | {"control_image": picture(44, 64)}},
     ),
 ]  # fmt: skip

@@ -102,6 +102,26 @@ def embeds(length: int = TEXT, width: int = 16, rows: int = 1, seed: int = 1) ->
     return torch.randn(rows, length, width, generator=torch.Generator().manual_seed(seed + length))
 
 
+def guided(length: int = TEXT, negative: int = NEGATIVE_TEXT, width: int = 16, rows: int = 1) -> dict[str, Any]:
+    """Embeddings of a prompt and of a negative one."""
+    return {
+        "prompt_embeds": embeds(length, width, rows), "negative_prompt_embeds": embeds(negative, width, rows, seed=2)
+    }  # fmt: skip
+
+
+def masked_text(length: int = TEXT, width: int = 16, rows: int = 1, *, mask: str = "prompt_attention_mask") -> Any:
+    """The same of one length, both with a mask, whose name for the prompt is given."""
+    ones = torch.ones(rows, length, dtype=torch.bool)
+    return guided(length, length, width, rows) | {mask: ones, f"negative_{mask}": ones}
+
+
+def padded_text(width: int = 16, *, mask: str = "prompt_attention_mask") -> dict[str, Any]:
+    """The same of two prompts of unlike length, and of two negative ones."""
+    text, of_text = padded_embeds(width)
+    call: dict[str, Any] = masked_text(width=width, rows=2, mask=mask)
+    return call | {"prompt_embeds": text, mask: of_text}
+
+
 def padded_embeds(width: int = 16, length: int = TEXT, short: int = SHORT_TEXT) -> tuple[Tensor, Tensor]:
     """Embeddings of two prompts, the second of which is padded with zeros behind, and the boolean mask of its text."""
     made, mask = embeds(length, width, rows=2), torch.ones(2, length, dtype=torch.bool)

@@ -11,8 +11,8 @@ from diffusers import ClassifierFreeGuidance, LTX2Guidance
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 
 from tests.tiny import flux
-from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, REMOVED, Call, embeds, entry, transformer
-from tests.zoo.pictures import PROMPT, TWO, flow, masked, padded, size
+from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, REMOVED, Call, embeds, entry, guided, transformer
+from tests.zoo.pictures import FLUX, PROMPT, TWO, flow, krea_2_text, masked, padded, size
 from tests.zoo.videos import ltx_2, unipc
 from tests.zoo.videos import size as video_size
 
@@ -181,38 +181,30 @@ def randn(*shape: int) -> Any:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(4))
 
 
-def guided(length: int = 11, width: int = 16, rows: int = 1) -> dict[str, Any]:
-    return {
-        "prompt_embeds": embeds(length, width, rows), "negative_prompt_embeds": embeds(length, width, rows, seed=2),
-    }  # fmt: skip
-
-
 def listed_embeds(length: int, seed: int = 1) -> list[Any]:
     return [embeds(length, 16, seed=seed)[0]]
-
-
-def layered(length: int, seed: int = 1) -> Any:
-    return embeds(length, 32, seed=seed).view(1, length, 2, 16)
 
 
 ONE_VIDEO = "the pipeline makes one video a call"
 ONE_LENGTH = "the pipeline is given embeddings, and has no mask for them"
 QWEN_CALL = latents(lambda: {**masked(11), **masked(NEGATIVE_TEXT, negative=True), **size(3, 5)})
+FLUX_3: dict[str, Any] = {
+    "larger": size(5, 7), "other_prompt": guided(OTHER_TEXT, OTHER_TEXT, 32), "two_images": TWO,
+    "padded_prompt": ONE_LENGTH,
+}  # fmt: skip
 
 ENTRIES = [
     entry(
         "flux-modular", 101, lambda: modular(diffusers.FluxAutoBlocks(), **flux().components),
-        latents(lambda: {"prompt": PROMPT, "max_sequence_length": 12, **size(3, 5, 4)}),
-        larger=size(5, 7, 4), other_prompt={"max_sequence_length": 13}, two_images=TWO,
-        padded_prompt="the pipeline pads every prompt to one length and gives no mask",
+        latents(lambda: {"prompt": PROMPT, "max_sequence_length": 12, **size(3, 5, 4)}), **FLUX,
     ),
     entry(
         "qwen-image-modular", 102, qwen_image, QWEN_CALL, larger=size(5, 7), other_prompt=masked(OTHER_TEXT),
         two_images=TWO, padded_prompt=padded,
     ),
     entry(
-        "wan-modular", 103, wan, latents(lambda: {**guided(), **size(5, 3), "num_frames": 9}), larger=size(7, 5),
-        other_prompt=lambda: guided(OTHER_TEXT), two_images=TWO_VIDEOS, padded_prompt=ONE_LENGTH,
+        "wan-modular", 103, wan, latents(lambda: {**guided(11, 11), **size(5, 3), "num_frames": 9}), larger=size(7, 5),
+        other_prompt=guided(OTHER_TEXT, OTHER_TEXT), two_images=TWO_VIDEOS, padded_prompt=ONE_LENGTH,
     ),
     entry(
         "z-image-modular", 104, z_image,
@@ -226,18 +218,8 @@ ENTRIES = [
         },
     ),
     entry(
-        "krea-2-modular", 105, krea_2,
-        latents(lambda: {
-            "prompt_embeds": layered(11), "prompt_embeds_mask": torch.ones(1, 11).bool(),
-            "negative_prompt_embeds": layered(11, 5), "negative_prompt_embeds_mask": torch.ones(1, 11).bool(),
-            **size(3, 5),
-        }),
-        larger=size(5, 7),
-        other_prompt={
-            "prompt_embeds": layered(13), "prompt_embeds_mask": torch.ones(1, 13).bool(),
-            "negative_prompt_embeds": layered(13, 5), "negative_prompt_embeds_mask": torch.ones(1, 13).bool(),
-        },
-        two_images=TWO, padded_prompt="the pipeline is tried with one prompt",
+        "krea-2-modular", 105, krea_2, latents(lambda: krea_2_text(11) | size(3, 5)), larger=size(5, 7),
+        other_prompt=krea_2_text(13), two_images=TWO, padded_prompt="the pipeline is tried with one prompt",
     ),
     entry(
         "minimax-h3", 106, minimax_h3, latents(minimax_h3_call, ["latents", "audio_latents"]),
@@ -257,13 +239,9 @@ ENTRIES = [
     ),
     entry(
         "flux-3-edit", 107, lambda: flux_3("image_conditioned"),
-        latents(lambda: {**guided(width=32), **size(3, 5), "image_cond_latents": [randn(1, 16, 2, 3)]}),
-        larger=size(5, 7), other_prompt=lambda: guided(OTHER_TEXT, 32), two_images=TWO, padded_prompt=ONE_LENGTH,
+        latents(lambda: guided(11, 11, 32) | size(3, 5) | {"image_cond_latents": [randn(1, 16, 2, 3)]}), **FLUX_3,
     ),
-    entry(
-        "flux-3", 107, flux_3, latents(lambda: {**guided(width=32), **size(3, 5)}), larger=size(5, 7),
-        other_prompt=lambda: guided(OTHER_TEXT, 32), two_images=TWO, padded_prompt=ONE_LENGTH,
-    ),
+    entry("flux-3", 107, flux_3, latents(lambda: guided(11, 11, 32) | size(3, 5)), **FLUX_3),
     entry(
         "anima", 108, anima, latents(lambda: {**anima_text(11), **size(3, 5)}), larger=size(5, 7),
         other_prompt=lambda: anima_text(OTHER_TEXT), two_images=TWO, padded_prompt=ONE_LENGTH,

@@ -9,15 +9,30 @@ import torch
 import transformers
 
 from tests.tiny import arguments, pixart, sd3, vae
-from tests.zoo import encoders
-from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, REMOVED, TEXT, embeds, entry, padded_embeds, picture, transformer
+from tests.zoo import encoders, videos
+from tests.zoo.entry import (
+    OTHER_TEXT,
+    REMOVED,
+    TEXT,
+    embeds,
+    entry,
+    film,
+    guided,
+    masked_text,
+    padded_embeds,
+    padded_text,
+    picture,
+    transformer,
+)
 from tests.zoo.pictures import (
+    FLUX,
+    GUIDED_PROMPTS,
     LONG_PROMPT,
     NEGATIVE,
     ONE_PROMPT,
-    OTHER_EMBEDS,
     PROMPT,
     PROMPTS,
+    QWEN_IMAGE,
     SAME_LENGTH,
     TINY,
     TINY_LARGER,
@@ -31,35 +46,6 @@ from tests.zoo.pictures import (
 )
 
 
-def masked_text(length: int = TEXT, width: int = 32, rows: int = 1) -> dict[str, Any]:
-    """Embeddings of a prompt and of a negative one of the same length, both with an attention mask."""
-    mask = torch.ones(rows, length, dtype=torch.bool)
-    return {
-        "prompt_embeds": embeds(length, width, rows), "prompt_attention_mask": mask,
-        "negative_prompt_embeds": embeds(length, width, rows, seed=2), "negative_prompt_attention_mask": mask,
-    }  # fmt: skip
-
-
-def padded_text(width: int = 32) -> dict[str, Any]:
-    """Embeddings of two prompts of unlike length and their attention mask, and of two negative ones."""
-    text, mask = padded_embeds(width)
-    return masked_text(width=width, rows=2) | {"prompt_embeds": text, "prompt_attention_mask": mask}
-
-
-def unlike_text(length: int = TEXT, width: int = 32) -> dict[str, Any]:
-    """Embeddings of a prompt and of a shorter negative one, for pipelines that guide in two calls."""
-    return {
-        "prompt_embeds": embeds(length, width), "negative_prompt_embeds": embeds(NEGATIVE_TEXT, width, seed=2)
-    }  # fmt: skip
-
-
-def like_text(length: int = TEXT, width: int = 32, rows: int = 1) -> dict[str, Any]:
-    """Embeddings of a prompt and of a negative one of the same length, for pipelines that guide in one call."""
-    return {
-        "prompt_embeds": embeds(length, width, rows), "negative_prompt_embeds": embeds(length, width, rows, seed=2)
-    }  # fmt: skip
-
-
 def like_flux(name: str, cls: Any, **more: Any) -> Any:
     return cls(
         scheduler=flow(), vae=encoders.vae_8(), text_encoder=None, tokenizer=None,
@@ -68,7 +54,7 @@ def like_flux(name: str, cls: Any, **more: Any) -> Any:
 
 
 def chroma_call() -> dict[str, Any]:
-    return masked_text() | size(3, 5) | {"guidance_scale": 3.0}
+    return masked_text(width=32) | size(3, 5) | {"guidance_scale": 3.0}
 
 
 def lumina_2() -> Any:
@@ -91,11 +77,10 @@ def bria_fibo() -> Any:
     )  # fmt: skip
 
 
-def longcat_image() -> Any:
-    pipe = diffusers.LongCatImagePipeline(
-        scheduler=flow(), vae=encoders.vae_8(), text_encoder=encoders.language(),
-        tokenizer=encoders.chat_tokenizer(),
-        text_processor=None,
+def longcat_image(cls: Any = diffusers.LongCatImagePipeline, **more: Any) -> Any:
+    components = {"vae": encoders.vae_8(), "text_encoder": encoders.language(), "text_processor": None} | more
+    pipe = cls(
+        scheduler=flow(), tokenizer=encoders.chat_tokenizer(), **components,
         transformer=transformer("LongCatImageTransformer2DModel", joint_attention_dim=16, in_channels=64),
     )  # fmt: skip
     pipe.tokenizer_max_length = TEXT  # instead of 512
@@ -104,13 +89,10 @@ def longcat_image() -> Any:
 
 def longcat_image_edit() -> Any:
     """Makes every picture one of 1024 x 1024 pixels or as many, as `qwen_image` says."""
-    pipe = diffusers.LongCatImageEditPipeline(
-        scheduler=flow(), text_encoder=encoders.qwen2_5_vl(), tokenizer=encoders.chat_tokenizer(),
-        text_processor=encoders.qwen2_vl_processor(64 * 64), vae=encoders.vae_8(16, levels=8),
-        transformer=transformer("LongCatImageTransformer2DModel", joint_attention_dim=16, in_channels=64),
+    return longcat_image(
+        diffusers.LongCatImageEditPipeline, text_encoder=encoders.qwen2_5_vl(), vae=encoders.vae_8(16, levels=8),
+        text_processor=encoders.qwen2_vl_processor(64 * 64),
     )  # fmt: skip
-    pipe.tokenizer_max_length = TEXT  # instead of 512
-    return pipe
 
 
 def hunyuan_image() -> Any:
@@ -211,31 +193,18 @@ def sana(cls: Any, **config: Any) -> Any:
     )  # fmt: skip
 
 
-def sana_call() -> dict[str, Any]:
-    return masked_text(width=16) | size(4, 5, 32) | {
-        "guidance_scale": 3.0, "use_resolution_binning": False, "negative_prompt": None,
-    }  # fmt: skip
-
-
-def kandinsky_text(length: int = TEXT, rows: int = 1) -> dict[str, Any]:
-    return {
-        "prompt_embeds_qwen": embeds(length, rows=rows), "prompt_embeds_clip": embeds(rows, 8)[0],
-        "prompt_cu_seqlens": torch.arange(rows + 1, dtype=torch.int32) * length,
-        "negative_prompt_embeds_qwen": embeds(NEGATIVE_TEXT, rows=rows, seed=2),
-        "negative_prompt_embeds_clip": embeds(rows, 8, seed=2)[0],
-        "negative_prompt_cu_seqlens": torch.arange(rows + 1, dtype=torch.int32) * NEGATIVE_TEXT,
-    }  # fmt: skip
-
-
 def kandinsky_5(cls: Any, **config: Any) -> Any:
     """With small pictures in place of the sizes that the model was trained for."""
-    pipe = cls(
-        transformer=transformer("Kandinsky5Transformer3DModel", **config), text_encoder=None, tokenizer=None,
-        text_encoder_2=None, tokenizer_2=None, scheduler=flow(shift=3.0),
-        vae=encoders.vae_8(),
-    )  # fmt: skip
+    pipe = videos.kandinsky_5(cls, vae=encoders.vae_8(), config=config)
     pipe.resolutions = [(80, 48), (112, 80)]
     return pipe
+
+
+def prx() -> Any:
+    return diffusers.PRXPipeline(
+        transformer=transformer("PRXTransformer2DModel"), scheduler=flow(), text_encoder=None, tokenizer=None,
+        vae=encoders.vae_8(),
+    )  # fmt: skip
 
 
 def ideogram_4() -> Any:
@@ -277,111 +246,98 @@ def joy_image(cls: Any, name: str) -> Any:
 
 
 SMALL, LARGE = size(3, 5), size(5, 7)
-MASKED: dict[str, Any] = {
+GUIDED = {"guidance_scale": 3.0}
+NO_BINS = GUIDED | {"use_resolution_binning": False, "negative_prompt": None}
+WORDS = GUIDED | {"prompt": PROMPT, "negative_prompt": NEGATIVE}
+MASKED_16: dict[str, Any] = {
     "larger": LARGE, "other_prompt": masked_text(OTHER_TEXT), "two_images": masked_text(rows=2),
     "padded_prompt": padded_text(),
 }  # fmt: skip
-MASKED_16: dict[str, Any] = MASKED | {
-    "other_prompt": masked_text(OTHER_TEXT, 16), "two_images": masked_text(width=16, rows=2),
-    "padded_prompt": padded_text(16),
+MASKED = MASKED_16 | {
+    "other_prompt": masked_text(OTHER_TEXT, 32), "two_images": masked_text(width=32, rows=2),
+    "padded_prompt": padded_text(32),
 }  # fmt: skip
-UNLIKE: dict[str, Any] = {
-    "larger": LARGE, "other_prompt": unlike_text(OTHER_TEXT), "two_images": TWO, "padded_prompt": SAME_LENGTH,
-}  # fmt: skip
-KANDINSKY: dict[str, Any] = {
-    "larger": LARGE, "other_prompt": kandinsky_text(OTHER_TEXT), "two_images": kandinsky_text(rows=2),
-    "padded_prompt": "the pipeline gives the transformer no mask",
-}  # fmt: skip
+UNLIKE = FLUX | {"larger": LARGE, "other_prompt": guided(OTHER_TEXT, width=32)}
+PIXART = FLUX | {"larger": size(6, 8, 4), "padded_prompt": PROMPTS}
+ONE_GUIDED = "with guidance the pipeline itself takes one picture at a time"
+PRX = MASKED_16 | {"two_images": ONE_GUIDED, "padded_prompt": ONE_GUIDED}
+FOUR = {"negative_prompt": [NEGATIVE] * 2, "images": [film(1, 48, 80) * 2] * 2}
+KANDINSKY = videos.KANDINSKY_VARIANTS | {"larger": LARGE}
 
 ENTRIES = [
-    entry(
-        "stable-diffusion-3", 14, sd3, lambda: arguments("sd3") | TINY, larger=TINY_LARGER,
-        other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
-    ),
-    entry(
-        "pixart-sigma", 20, pixart, lambda: arguments("pixart") | size(4, 6, 4), larger=size(6, 8, 4),
-        other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=PROMPTS,
-    ),
-    entry(
-        "pixart-alpha", 20, lambda: pixart(alpha=True), lambda: arguments("pixart") | size(4, 6, 4),
-        larger=size(6, 8, 4), other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=PROMPTS,
-    ),
+    entry("stable-diffusion-3", 14, sd3, lambda: arguments("sd3", **TINY), **FLUX),
+    entry("pixart-sigma", 20, pixart, lambda: arguments("pixart", **size(4, 6, 4)), **PIXART),
+    entry("pixart-alpha", 20, lambda: pixart(alpha=True), lambda: arguments("pixart", **size(4, 6, 4)), **PIXART),
     entry("chroma", 14, lambda: like_flux("ChromaTransformer2DModel", diffusers.ChromaPipeline), chroma_call, **MASKED),
     entry(
-        "lumina-2", 14, lumina_2, lambda: SMALL | {
-            "prompt": PROMPT, "negative_prompt": NEGATIVE, "guidance_scale": 3.0, "max_sequence_length": 29,
-            "system_prompt": "the",
-        }, larger=LARGE, other_prompt={"prompt": LONG_PROMPT, "max_sequence_length": 31}, two_images=TWO,
-        padded_prompt={"prompt": [PROMPT, LONG_PROMPT], "negative_prompt": [NEGATIVE, PROMPT]},
+        "lumina-2", 14, lumina_2, lambda: WORDS | SMALL | {"max_sequence_length": 29, "system_prompt": "the"},
+        **UNLIKE | {
+            "other_prompt": {"prompt": LONG_PROMPT, "max_sequence_length": 31}, "padded_prompt": GUIDED_PROMPTS,
+        },
     ),
     entry(
         "lumina-next", 20, lambda: like_flux("LuminaNextDiT2DModel", diffusers.LuminaPipeline),
-        lambda: masked_text(width=16) | SMALL | {
-            "guidance_scale": 3.0, "clean_caption": False, "negative_prompt": None,
-        }, **MASKED_16,
+        lambda: masked_text() | SMALL | GUIDED | {"clean_caption": False, "negative_prompt": None}, **MASKED_16,
     ),
     entry(
         "aura-flow", 20, lambda: like_flux("AuraFlowTransformer2DModel", diffusers.AuraFlowPipeline),
-        lambda: masked_text() | SMALL | {"guidance_scale": 3.0}, **MASKED,
+        lambda: masked_text(width=32) | SMALL | GUIDED, **MASKED,
     ),
     entry(
         "bria", 20, lambda: diffusers.BriaPipeline(
             transformer=transformer("BriaTransformer2DModel"), scheduler=flow(), vae=vae(), text_encoder=None,
             tokenizer=None,
-        ), lambda: like_text() | size(4, 6, 4) | {"guidance_scale": 3.0}, larger=size(6, 8, 4),
-        other_prompt=like_text(OTHER_TEXT),
-        two_images=like_text(rows=2), padded_prompt=SAME_LENGTH,
+        ), lambda: guided(TEXT, TEXT, 32) | size(4, 6, 4) | GUIDED,
+        larger=size(6, 8, 4), other_prompt=guided(OTHER_TEXT, OTHER_TEXT, 32), two_images=guided(TEXT, TEXT, 32, 2),
+        padded_prompt=SAME_LENGTH,
     ),
     entry(
-        "bria-fibo", 20, bria_fibo,
-        lambda: {"prompt": PROMPT, "negative_prompt": NEGATIVE, "guidance_scale": 3.0, **size(3, 5)},
-        larger=size(5, 7), other_prompt={"prompt": LONG_PROMPT}, two_images=TWO,
-        padded_prompt={"prompt": [PROMPT, LONG_PROMPT], "negative_prompt": [NEGATIVE, PROMPT]},
+        "bria-fibo", 20, bria_fibo, lambda: WORDS | SMALL,
+        **UNLIKE | {"other_prompt": {"prompt": LONG_PROMPT}, "padded_prompt": GUIDED_PROMPTS},
     ),
     entry(
         "bria-fibo-2", 20, lambda: diffusers.BriaFibo2Pipeline(
             transformer=transformer("BriaFibo2Transformer2DModel"), scheduler=flow(), vae=flux_2_vae(),
             text_encoder=None, processor=None,
-        ), lambda: {
+        ), lambda: SMALL | GUIDED | {
             "prompt_embeds": embeds(11, 16, 3)[None], "negative_prompt_embeds": embeds(9, 16, 3, seed=2)[None],
-            "guidance_scale": 3.0, **size(3, 5),
-        }, larger=size(5, 7), other_prompt={"prompt_embeds": embeds(13, 16, 3)[None]}, two_images=TWO,
-        padded_prompt={
-            "prompt_embeds": padded_embeds(48)[0].unflatten(-1, (3, 16)).transpose(1, 2),
-            "prompt_embeds_mask": padded_embeds(48)[1],
-            "negative_prompt_embeds": embeds(9, 16, 6).unflatten(0, (2, 3)),
+        }, **UNLIKE | {
+            "other_prompt": {"prompt_embeds": embeds(13, 16, 3)[None]}, "padded_prompt": {
+                "prompt_embeds": padded_embeds(48)[0].unflatten(-1, (3, 16)).transpose(1, 2),
+                "prompt_embeds_mask": padded_embeds(48)[1],
+                "negative_prompt_embeds": embeds(9, 16, 6).unflatten(0, (2, 3)),
+            },
         },
     ),
     entry(
         "ovis-image", 14, lambda: like_flux("OvisImageTransformer2DModel", diffusers.OvisImagePipeline),
-        lambda: unlike_text() | SMALL | {"guidance_scale": 3.0, "negative_prompt": None}, **UNLIKE,
+        lambda: guided(width=32) | SMALL | GUIDED | {"negative_prompt": None}, **UNLIKE,
     ),
     entry(
-        "longcat-image", 14, longcat_image, lambda: SMALL | {
-            "prompt": PROMPT, "negative_prompt": NEGATIVE, "guidance_scale": 3.0, "enable_prompt_rewrite": False,
-        }, larger=LARGE, other_prompt="the pipeline pads every prompt to 512 tokens", two_images=TWO,
-        padded_prompt=SAME_LENGTH,
+        "longcat-image", 14, longcat_image, lambda: WORDS | SMALL | {"enable_prompt_rewrite": False},
+        **UNLIKE | {"other_prompt": "the pipeline pads every prompt to 512 tokens"},
     ),
-    entry("hunyuan-image", 14, hunyuan_image, lambda: hunyuan_image_text() | size(4, 6, 8), larger=size(6, 8, 8),
+    entry(
+        "hunyuan-image", 14, hunyuan_image, lambda: hunyuan_image_text() | size(4, 6, 8), larger=size(6, 8, 8),
         other_prompt=hunyuan_image_text(OTHER_TEXT), two_images=TWO, padded_prompt=hunyuan_image_padded(),
     ),
     entry(
-        "hunyuan-dit", 20, hunyuan_dit, lambda: hunyuan_dit_text() | SMALL | {
-            "guidance_scale": 3.0, "use_resolution_binning": False,
-        }, larger=LARGE, other_prompt="the text has the length that the model says",
-        two_images=hunyuan_dit_text(rows=2),
+        "hunyuan-dit", 20, hunyuan_dit, lambda: hunyuan_dit_text() | SMALL | GUIDED | {"use_resolution_binning": False},
+        larger=LARGE, other_prompt="the text has the length that the model says", two_images=hunyuan_dit_text(rows=2),
         padded_prompt=hunyuan_dit_padded(),
     ),
     entry(
-        "hidream", 14, hi_dream, lambda: hi_dream_text() | size(3, 6, 4) | {"guidance_scale": 3.0},
-        larger=size(5, 5, 4), other_prompt=hi_dream_text(OTHER_TEXT), two_images=TWO, padded_prompt=SAME_LENGTH,
+        "hidream", 14, hi_dream, lambda: hi_dream_text() | size(3, 6, 4) | GUIDED,
+        **UNLIKE | {"larger": size(5, 5, 4), "other_prompt": hi_dream_text(OTHER_TEXT)},
     ),
     entry(
-        "hidream-square", 14, hi_dream, lambda: hi_dream_text() | size(5, 5, 4) | {"guidance_scale": 3.0},
-        larger="a square picture has one size", other_prompt=hi_dream_text(OTHER_TEXT), two_images=TWO,
-        padded_prompt=SAME_LENGTH,
+        "hidream-square", 14, hi_dream, lambda: hi_dream_text() | size(5, 5, 4) | GUIDED,
+        **UNLIKE | {"larger": "a square picture has one size", "other_prompt": hi_dream_text(OTHER_TEXT)},
     ),
-    entry("sana", 20, lambda: sana(diffusers.SanaPipeline), sana_call, **MASKED_16 | {"larger": size(5, 7, 32)}),
+    entry(
+        "sana", 20, lambda: sana(diffusers.SanaPipeline), lambda: masked_text() | size(4, 5, 32) | NO_BINS,
+        **MASKED_16 | {"larger": size(5, 7, 32)},
+    ),
     entry(
         "sana-sprint", 20, lambda: sana(
             diffusers.SanaSprintPipeline, guidance_embeds=True, qk_norm="rms_norm_across_heads",
@@ -395,71 +351,54 @@ ENTRIES = [
     ),
     entry(
         "kandinsky-5-image", 14, lambda: kandinsky_5(diffusers.Kandinsky5T2IPipeline),
-        lambda: kandinsky_text() | SMALL | {"guidance_scale": 3.0}, **KANDINSKY,
+        lambda: videos.kandinsky_text() | SMALL | GUIDED, **KANDINSKY,
     ),
     entry(
         "kandinsky-5-edit", 14, lambda: kandinsky_5(diffusers.Kandinsky5I2IPipeline, visual_cond=True),
-        lambda: kandinsky_text() | SMALL | {"guidance_scale": 3.0, "image": picture(48, 80)}, **KANDINSKY | {
-            "two_images": kandinsky_text(rows=2) | {"image": [picture(48, 80), picture(48, 80, 1)]},
-        },
+        lambda: videos.kandinsky_text() | SMALL | GUIDED | {"image": picture(48, 80)},
+        **KANDINSKY | {"two_images": videos.kandinsky_text(rows=2) | {"image": film(2, 48, 80)}},
     ),
     entry(
         "cogview-3", 20, lambda: diffusers.CogView3PlusPipeline(
             tokenizer=None, text_encoder=None, vae=encoders.vae_8(),
-            transformer=transformer("CogView3PlusTransformer2DModel"),
-            scheduler=diffusers.CogVideoXDDIMScheduler(),
-        ), lambda: like_text(width=16) | SMALL | {"guidance_scale": 3.0}, larger=LARGE,
-        other_prompt=like_text(OTHER_TEXT, 16), two_images=like_text(width=16, rows=2), padded_prompt=SAME_LENGTH,
+            transformer=transformer("CogView3PlusTransformer2DModel"), scheduler=diffusers.CogVideoXDDIMScheduler(),
+        ), lambda: guided(TEXT, TEXT) | SMALL | GUIDED, larger=LARGE, other_prompt=guided(OTHER_TEXT, OTHER_TEXT),
+        two_images=guided(TEXT, TEXT, rows=2), padded_prompt=SAME_LENGTH,
     ),
     entry(
         "cogview-4", 20, lambda: diffusers.CogView4Pipeline(
             tokenizer=None, text_encoder=None, vae=encoders.vae_8(),
-            transformer=transformer("CogView4Transformer2DModel"),
-            scheduler=flow(),
-        ), lambda: unlike_text(width=16) | SMALL | {"guidance_scale": 3.0},
-        **UNLIKE | {"other_prompt": unlike_text(OTHER_TEXT, 16)},
+            transformer=transformer("CogView4Transformer2DModel"), scheduler=flow(),
+        ), lambda: guided() | SMALL | GUIDED, **UNLIKE | {"other_prompt": guided(OTHER_TEXT)},
     ),
+    entry("prx", 20, prx, lambda: masked_text() | SMALL | NO_BINS, **PRX),
     entry(
-        "prx", 20, lambda: diffusers.PRXPipeline(
-            transformer=transformer("PRXTransformer2DModel"), scheduler=flow(), text_encoder=None, tokenizer=None,
-            vae=encoders.vae_8(),
-        ), lambda: masked_text(width=16) | SMALL | {
-            "guidance_scale": 3.0, "use_resolution_binning": False, "negative_prompt": None,
-        }, **MASKED_16 | {
-            "two_images": "with guidance the pipeline itself takes one picture at a time",
-            "padded_prompt": "with guidance the pipeline itself takes one picture at a time",
-        },
-    ),
-    entry(
-        "prx-distilled", 20, lambda: diffusers.PRXPipeline(
-            transformer=transformer("PRXTransformer2DModel"), scheduler=flow(), text_encoder=None, tokenizer=None,
-            vae=encoders.vae_8(),
-        ), lambda: masked_text(width=16) | SMALL | {"guidance_scale": 1.0, "use_resolution_binning": False},
-        **MASKED_16,
+        "prx-distilled", 20, prx,
+        lambda: masked_text() | SMALL | {"guidance_scale": 1.0, "use_resolution_binning": False}, **MASKED_16,
     ),
     entry(
         "ernie-image", 14, lambda: diffusers.ErnieImagePipeline(
             transformer=transformer("ErnieImageTransformer2DModel", in_channels=16, out_channels=16), vae=flux_2_vae(),
             text_encoder=None, tokenizer=None, scheduler=flow(),
-        ), lambda: {
-            "prompt_embeds": [embeds(11)[0]], "negative_prompt_embeds": [embeds(9, seed=2)[0]], "guidance_scale": 3.0,
-            "use_pe": False, **size(3, 5),
-        }, larger=size(5, 7), other_prompt={"prompt_embeds": [embeds(13)[0]]}, two_images=TWO, padded_prompt={
-            "prompt_embeds": [embeds(11)[0], embeds(6)[0]], "negative_prompt_embeds": [embeds(9)[0]] * 2,
+        ), lambda: SMALL | GUIDED | {
+            "prompt_embeds": [embeds(11)[0]], "negative_prompt_embeds": [embeds(9, seed=2)[0]], "use_pe": False,
+        }, **UNLIKE | {
+            "other_prompt": {"prompt_embeds": [embeds(13)[0]]}, "padded_prompt": {
+                "prompt_embeds": [embeds(11)[0], embeds(6)[0]], "negative_prompt_embeds": [embeds(9)[0]] * 2,
+            },
         },
     ),
     entry(
-        "ideogram-4", 14, ideogram_4, lambda: {
-            "prompt": PROMPT, "max_sequence_length": 11, "guidance_scale": 3.0, "guidance_schedule": None, **size(3, 5),
-        }, larger=size(5, 7), other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=PROMPTS,
-        transformers=("transformer", "unconditional_transformer"),
+        "ideogram-4", 14, ideogram_4,
+        lambda: SMALL | GUIDED | {"prompt": PROMPT, "max_sequence_length": 11, "guidance_schedule": None},
+        **PIXART | {"larger": LARGE, "transformers": ("transformer", "unconditional_transformer")},
     ),
     entry(
-        "glm-image", 14, glm_image, lambda: like_text(width=16) | size(4, 6, 4) | {
-            "guidance_scale": 3.0, "prior_token_ids": torch.arange(24)[None] % 8,
-        }, **UNLIKE | {
+        "glm-image", 14, glm_image,
+        lambda: guided(TEXT, TEXT) | size(4, 6, 4) | GUIDED | {"prior_token_ids": torch.arange(24)[None] % 8},
+        **UNLIKE | {
             "larger": size(6, 8, 4) | {"prior_token_ids": torch.arange(48)[None] % 8},
-            "other_prompt": like_text(OTHER_TEXT, 16),
+            "other_prompt": guided(OTHER_TEXT, OTHER_TEXT),
         },
     ),
     entry(
@@ -468,55 +407,43 @@ ENTRIES = [
                 "NucleusMoEImageTransformer2DModel", moe_enabled=True, dense_moe_strategy="all_moe", num_experts=4,
                 moe_intermediate_dim=16, capacity_factors=[1.0] * 4,
             ), scheduler=flow(), vae=encoders.qwen_image_vae(), text_encoder=None, processor=None,
-        ), lambda: qwen_image_call() | {"guidance_scale": 3.0, "true_cfg_scale": REMOVED}, larger=size(5, 7, 8),
-        other_prompt=OTHER_EMBEDS, two_images=TWO, padded_prompt=padded(),
+        ), lambda: qwen_image_call() | GUIDED | {"true_cfg_scale": REMOVED}, **QWEN_IMAGE,
     ),
     entry(
         "joyimage-edit", 14, lambda: joy_image(diffusers.JoyImageEditPipeline, "JoyImageEditTransformer3DModel"),
-        lambda: masked(11, 16) | masked(9, 16, negative=True) | {"guidance_scale": 3.0, "image": picture(48, 80)},
+        lambda: masked(11, 16) | masked(9, 16, negative=True) | GUIDED | {"image": picture(48, 80)},
         larger={"image": picture(64, 64)}, other_prompt=masked(13, 16), two_images=TWO, padded_prompt=padded(16),
     ),
     entry(
         "joyimage-edit-plus", 14,
         lambda: joy_image(diffusers.JoyImageEditPlusPipeline, "JoyImageEditPlusTransformer3DModel"),
-        lambda: {
-            "prompt": PROMPT, "negative_prompt": NEGATIVE, "guidance_scale": 3.0, "images": [[picture(48, 80)] * 2],
-        }, larger={"images": [[picture(64, 64)] * 2]}, other_prompt={"prompt": LONG_PROMPT},
-        two_images={"prompt": [PROMPT] * 2, "negative_prompt": [NEGATIVE] * 2, "images": [[picture(48, 80)] * 2] * 2},
-        padded_prompt={
-            "prompt": [PROMPT, LONG_PROMPT], "negative_prompt": [NEGATIVE] * 2, "images": [[picture(48, 80)] * 2] * 2,
-        },
+        lambda: WORDS | {"images": [film(1, 48, 80) * 2]}, larger={"images": [film(1, 64, 64) * 2]},
+        other_prompt={"prompt": LONG_PROMPT},
+        two_images=FOUR | {"prompt": [PROMPT] * 2}, padded_prompt=FOUR | PROMPTS,
     ),
     entry(
-        "longcat-image-edit", 14, longcat_image_edit, lambda: {
-            "prompt": PROMPT, "negative_prompt": NEGATIVE, "guidance_scale": 3.0, "image": picture(48, 80),
-        }, larger={"image": picture(64, 64)}, other_prompt="the pipeline pads every prompt to 512 tokens",
+        "longcat-image-edit", 14, longcat_image_edit, lambda: WORDS | {"image": picture(48, 80)},
+        larger={"image": picture(64, 64)}, other_prompt="the pipeline pads every prompt to 512 tokens",
         two_images=TWO, padded_prompt=ONE_PROMPT,
     ),
     entry(
         "stable-diffusion-3-img2img", 14, lambda: diffusers.StableDiffusion3Img2ImgPipeline(**sd3().components),
-        lambda: arguments("sd3") | TINY | {"image": picture(12, 20), "strength": 1.0},
-        larger=TINY_LARGER | {"image": picture(20, 28)}, other_prompt={"max_sequence_length": 13}, two_images=TWO,
-        padded_prompt=SAME_LENGTH,
+        lambda: arguments("sd3", **TINY, image=picture(12, 20), strength=1.0),
+        **FLUX | {"larger": TINY_LARGER | {"image": picture(20, 28)}},
     ),
     entry(
         "prx-pixel", 20, lambda: diffusers.PRXPixelPipeline(
             transformer=transformer(
                 "PRXTransformer2DModel", in_channels=3, patch_size=4, bottleneck_size=8, resolution_embeds=True,
             ), scheduler=flow(), text_encoder=None, tokenizer=None, prompt_max_tokens=TEXT,
-        ), lambda: masked_text(width=16) | size(4, 6, 8) | {
-            "guidance_scale": 3.0, "use_resolution_binning": False, "negative_prompt": None, "output_type": "pt",
-        }, **MASKED_16 | {
-            "larger": size(6, 8, 8), "two_images": "with guidance the pipeline itself takes one picture at a time",
-            "padded_prompt": "with guidance the pipeline itself takes one picture at a time",
-        },
+        ), lambda: masked_text() | size(4, 6, 8) | NO_BINS | {"output_type": "pt"}, **PRX | {"larger": size(6, 8, 8)},
     ),
     entry(
         "dit", 20, lambda: diffusers.DiTPipeline(
             transformer=transformer(
                 "DiTTransformer2DModel", out_channels=8, num_embeds_ada_norm=1000, sample_size=10,
             ), vae=vae(), scheduler=diffusers.DDIMScheduler(beta_end=0.004),
-        ), lambda: {"class_labels": [1], "guidance_scale": 3.0, "output_type": "np"}, larger="the size is the model's",
+        ), lambda: GUIDED | {"class_labels": [1], "output_type": "np"}, larger="the size is the model's",
         other_prompt="the pipeline takes classes, not text", two_images={"class_labels": [1, 2]},
         padded_prompt="the pipeline takes classes, not text",
     ),

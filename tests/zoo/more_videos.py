@@ -9,24 +9,22 @@ import torch
 
 from tests.tiny import vae
 from tests.zoo import encoders
-from tests.zoo.entry import OTHER_TEXT, TEXT, entry, film, picture, transformer
+from tests.zoo.entry import OTHER_TEXT, TEXT, entry, film, guided, masked_text, padded_text, picture, transformer
+from tests.zoo.pictures import LONG_PROMPT, NEGATIVE, PROMPT, flow
 from tests.zoo.videos import (
     LTX_VARIANTS,
     ONE_VIDEO,
     WAN_IMAGE_VARIANTS,
     WAN_VARIANTS,
     ZERO_PADDED,
-    flow,
-    guided,
     ltx_2_vae,
     ltx_call,
-    masked,
-    padded,
     size,
     unipc,
     wan,
     wan_call,
     wan_transformer,
+    wan_with_image,
 )
 
 ONE_SAMPLE = "the pipeline takes one sample at a time"
@@ -70,6 +68,10 @@ def sky_reels(cls: Any, **config: Any) -> Any:
     return wan(cls, transformer=wan_transformer(name="SkyReelsV2Transformer3DModel", **config))
 
 
+def chrono_edit() -> Any:
+    return wan_with_image(diffusers.ChronoEditPipeline, "ChronoEditTransformer3DModel")
+
+
 def allegro() -> Any:
     vae = diffusers.AutoencoderKLAllegro(
         down_block_types=("AllegroDownBlock3D",) * 4, up_block_types=("AllegroUpBlock3D",) * 4,
@@ -97,14 +99,14 @@ def sana_size(frames: int, height: int, width: int) -> dict[str, int]:
 
 
 def sana_video_call() -> dict[str, Any]:
-    return masked() | sana_size(5, 2, 6) | {
+    return masked_text() | sana_size(5, 2, 6) | {
         "guidance_scale": 3.0, "use_resolution_binning": False, "negative_prompt": None,
     }  # fmt: skip
 
 
 SANA_VARIANTS: dict[str, Any] = {
-    "larger": sana_size(7, 2, 8), "other_prompt": masked(OTHER_TEXT), "two_images": masked(rows=2),
-    "padded_prompt": padded(),
+    "larger": sana_size(7, 2, 8), "other_prompt": masked_text(OTHER_TEXT), "two_images": masked_text(rows=2),
+    "padded_prompt": padded_text(),
 }  # fmt: skip
 
 
@@ -145,14 +147,8 @@ def cosmos_1(cls: Any, **config: Any) -> Any:
     return cosmos(cls, vae=vae, scheduler=scheduler, extra_pos_embed_type="learnable", **config)
 
 
-def cosmos_call() -> dict[str, Any]:
-    return guided(TEXT, TEXT) | size(5, 3, 4) | {"guidance_scale": 3.0}
-
-
-COSMOS_VARIANTS: dict[str, Any] = {
-    "larger": size(7, 3, 5), "other_prompt": guided(OTHER_TEXT, OTHER_TEXT), "two_images": guided(TEXT, TEXT, rows=2),
-    "padded_prompt": ZERO_PADDED,
-}  # fmt: skip
+SMALL_VARIANTS = LTX_VARIANTS | {"larger": size(7, 3, 5)}
+COSMOS_VARIANTS = COGVIDEO_VARIANTS | {"padded_prompt": ZERO_PADDED}
 
 
 def easy_animate() -> Any:
@@ -212,9 +208,15 @@ def cosmos_3() -> Any:
 
 def cosmos_3_call() -> dict[str, Any]:
     return {
-        "prompt": "a large red circle", "negative_prompt": "a square", "guidance_scale": 3.0,
+        "prompt": PROMPT, "negative_prompt": NEGATIVE, "guidance_scale": 3.0,
         "use_system_prompt": False, "add_resolution_template": False, "add_duration_template": False, **size(5, 3, 4),
     }  # fmt: skip
+
+
+COSMOS_3: dict[str, Any] = {
+    "larger": size(7, 3, 5), "other_prompt": {"prompt": LONG_PROMPT}, "two_images": ONE_SAMPLE,
+    "padded_prompt": ONE_SAMPLE,
+}  # fmt: skip
 
 
 def sana_wm() -> Any:
@@ -260,97 +262,77 @@ ENTRIES = [
         **WAN_VARIANTS | {"larger": size(9, 3, 5)},
     ),
     entry(
-        "skyreels-v2-image-to-video", 20, lambda: wan(
-            diffusers.SkyReelsV2ImageToVideoPipeline, transformer=wan_transformer(
-                name="SkyReelsV2Transformer3DModel", in_channels=12, image_dim=8, added_kv_proj_dim=24,
-            ), **encoders.clip_vision(),
-        ), lambda: wan_call() | guided(512, 512) | {"image": picture(48, 64)},
-        **WAN_IMAGE_VARIANTS,
+        "skyreels-v2-image-to-video", 20,
+        lambda: wan_with_image(diffusers.SkyReelsV2ImageToVideoPipeline, "SkyReelsV2Transformer3DModel"),
+        lambda: wan_call() | guided(512, 512) | {"image": picture(48, 64)}, **WAN_IMAGE_VARIANTS,
     ),
     entry("allegro", 20, allegro, lambda: ltx_call() | size(5, 3, 4) | {
         "clean_caption": False, "negative_prompt": None,
-    }, **LTX_VARIANTS | {"larger": size(7, 3, 5)}),
+    }, **SMALL_VARIANTS),
     entry("sana-video", 20, lambda: sana_video(diffusers.SanaVideoPipeline), sana_video_call, **SANA_VARIANTS),
     entry(
         "sana-image-to-video", 20, lambda: sana_video(diffusers.SanaImageToVideoPipeline),
         lambda: sana_video_call() | {"image": picture(32, 96)}, **SANA_VARIANTS,
     ),
-    entry("cosmos", 20, lambda: cosmos_1(diffusers.CosmosTextToWorldPipeline), cosmos_call, **COSMOS_VARIANTS),
+    entry("cosmos", 20, lambda: cosmos_1(diffusers.CosmosTextToWorldPipeline), cogvideo_call, **COSMOS_VARIANTS),
     entry(
         "cosmos-video-to-world", 20, lambda: cosmos_1(diffusers.CosmosVideoToWorldPipeline, in_channels=5),
-        lambda: cosmos_call() | {"image": picture(48, 64)}, **COSMOS_VARIANTS,
+        lambda: cogvideo_call() | {"image": picture(48, 64)}, **COSMOS_VARIANTS,
     ),
     entry(
         "cosmos-2-video-to-world", 20, lambda: cosmos(diffusers.Cosmos2VideoToWorldPipeline, in_channels=5),
-        lambda: cosmos_call() | {"image": picture(48, 64)}, **COSMOS_VARIANTS,
+        lambda: cogvideo_call() | {"image": picture(48, 64)}, **COSMOS_VARIANTS,
     ),
     entry(
-        "easy-animate", 20, easy_animate, lambda: masked() | size(5, 3, 4) | {"guidance_scale": 3.0},
-        larger=size(7, 3, 5), other_prompt=masked(OTHER_TEXT), two_images={"num_images_per_prompt": 2},
-        padded_prompt=padded(),
+        "easy-animate", 20, easy_animate, lambda: masked_text() | size(5, 3, 4) | {"guidance_scale": 3.0},
+        **SMALL_VARIANTS | {"two_images": {"num_images_per_prompt": 2}},
     ),
     entry(
         "latte", 20, latte, lambda: guided(TEXT, TEXT) | {
             "video_length": 5, "height": 8, "width": 24, "guidance_scale": 3.0, "clean_caption": False,
             "negative_prompt": None,
-        }, larger={"height": 8, "width": 40}, other_prompt=guided(OTHER_TEXT, OTHER_TEXT),
-        two_images={"num_images_per_prompt": 2}, padded_prompt=ZERO_PADDED,
+        }, **COSMOS_VARIANTS | {"larger": {"height": 8, "width": 40}, "two_images": {"num_images_per_prompt": 2}},
     ),
     entry(
-        "chrono-edit", 20, lambda: wan(
-            diffusers.ChronoEditPipeline, transformer=wan_transformer(
-                name="ChronoEditTransformer3DModel", in_channels=12, image_dim=8, added_kv_proj_dim=24,
-            ), **encoders.clip_vision(),
-        ), lambda: wan_call() | guided(512, 512) | size(2, 3, 5) | {"image": picture(48, 80)},
+        "chrono-edit", 20, chrono_edit,
+        lambda: wan_call() | guided(512, 512) | size(2, 3, 5) | {"image": picture(48, 80)},
         **WAN_IMAGE_VARIANTS | {"larger": size(2, 5, 7)},
     ),
     entry(
-        "chrono-edit-reasoning", 20, lambda: wan(
-            diffusers.ChronoEditPipeline, transformer=wan_transformer(
-                name="ChronoEditTransformer3DModel", in_channels=12, image_dim=8, added_kv_proj_dim=24,
-            ), **encoders.clip_vision(),
-        ), lambda: wan_call() | guided(512, 512) | {
+        "chrono-edit-reasoning", 20, chrono_edit, lambda: wan_call() | guided(512, 512) | {
             "image": picture(48, 64), "enable_temporal_reasoning": True, "num_temporal_reasoning_steps": 2,
         }, **WAN_IMAGE_VARIANTS,
     ),
-    entry("any-flow", 20, lambda: any_flow("AnyFlow"), cosmos_call, **COSMOS_VARIANTS),
+    entry("any-flow", 20, lambda: any_flow("AnyFlow"), cogvideo_call, **COSMOS_VARIANTS),
     entry(
         "any-flow-far", 20, lambda: any_flow(
             "AnyFlowFAR", compressed_patch_size=(1, 4, 4), full_chunk_limit=3, chunk_partition=(1, 2, 2),
-        ), lambda: cosmos_call() | size(5, 4, 6), **COSMOS_VARIANTS | {"larger": size(5, 4, 8)},
+        ), lambda: cogvideo_call() | size(5, 4, 6), **COSMOS_VARIANTS | {"larger": size(5, 4, 8)},
     ),
     entry(
         "helios", 20, helios, lambda: wan_call() | {"num_latent_frames_per_chunk": 5},
         **WAN_VARIANTS | {"larger": size(7, 3, 5) | {"num_latent_frames_per_chunk": 7}},
     ),
     entry(
-        "motif-video", 20, lambda: motif(diffusers.MotifVideoPipeline), lambda: masked() | size(5, 3, 4),
-        **LTX_VARIANTS | {"larger": size(7, 3, 5)},
+        "motif-video", 20, lambda: motif(diffusers.MotifVideoPipeline), lambda: masked_text() | size(5, 3, 4),
+        **SMALL_VARIANTS,
+    ),
+    entry("cosmos-3", 20, cosmos_3, cosmos_3_call, **COSMOS_3),
+    entry(
+        "cosmos-3-image-to-video", 20, cosmos_3, lambda: cosmos_3_call() | {"image": picture(48, 64)}, **COSMOS_3,
     ),
     entry(
-        "cosmos-3", 20, cosmos_3, cosmos_3_call, larger=size(7, 3, 5),
-        other_prompt={"prompt": "a small blue ring on the left of a green square"}, two_images=ONE_SAMPLE,
-        padded_prompt=ONE_SAMPLE,
+        "sana-wm", 20, sana_wm, lambda: masked_text() | sana_wm_call(), larger=sana_wm_call(49, 160),
+        other_prompt=masked_text(OTHER_TEXT), two_images=ONE_SAMPLE, padded_prompt=ONE_SAMPLE,
     ),
     entry(
-        "cosmos-3-image-to-video", 20, cosmos_3, lambda: cosmos_3_call() | {"image": picture(48, 64)},
-        larger=size(7, 3, 5), other_prompt={"prompt": "a small blue ring on the left of a green square"},
-        two_images=ONE_SAMPLE, padded_prompt=ONE_SAMPLE,
-    ),
-    entry(
-        "sana-wm", 20, sana_wm, lambda: masked() | sana_wm_call(), larger=sana_wm_call(49, 160),
-        other_prompt=masked(OTHER_TEXT), two_images=ONE_SAMPLE, padded_prompt=ONE_SAMPLE,
-    ),
-    entry(
-        "motif-image-to-video", 20, lambda: motif(diffusers.MotifVideoImage2VideoPipeline), lambda: masked() | size(
-            5, 3, 4
-        ) | {"image": picture(48, 64), "prompt": None}, **LTX_VARIANTS | {
-            "larger": size(7, 3, 5), "two_images": ONE_VIDEO, "padded_prompt": ONE_VIDEO,
-        },
+        "motif-image-to-video", 20, lambda: motif(diffusers.MotifVideoImage2VideoPipeline),
+        lambda: masked_text() | size(5, 3, 4) | {"image": picture(48, 64), "prompt": None},
+        **SMALL_VARIANTS | {"two_images": ONE_VIDEO, "padded_prompt": ONE_VIDEO},
     ),
     entry(
         "cosmos-2.5", 20, lambda: cosmos(diffusers.Cosmos2_5_PredictBasePipeline, scheduler=unipc(), in_channels=5),
-        cosmos_call, **COSMOS_VARIANTS,
+        cogvideo_call, **COSMOS_VARIANTS,
     ),
     entry(
         "cosmos-2-text-to-image", 20, lambda: cosmos(diffusers.Cosmos2TextToImagePipeline),

@@ -12,7 +12,7 @@ import transformers
 from tests.more_families import EVERY
 from tests.tiny import arguments, flux, randomise, vae
 from tests.zoo import encoders
-from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, embeds, entry, padded_embeds, picture, transformer
+from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, embeds, entry, guided, padded_embeds, picture, transformer
 
 PROMPT, LONG_PROMPT = "a large red circle", "a small blue ring on the left of a green square"
 NEGATIVE = "a square"
@@ -84,6 +84,14 @@ def krea_2() -> Any:
     )  # fmt: skip
 
 
+def krea_2_text(length: int) -> dict[str, Any]:
+    call: dict[str, Any] = {}
+    for prefix, seed in (("", 1), ("negative_", 5)):
+        call[f"{prefix}prompt_embeds"] = embeds(length, 32, seed=seed).view(1, length, 2, 16)
+        call[f"{prefix}prompt_embeds_mask"] = torch.ones(1, length).bool()
+    return call
+
+
 def flux_2_vae() -> Any:
     return diffusers.AutoencoderKLFlux2(
         sample_size=32, down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
@@ -117,9 +125,7 @@ def padded(width: int = 32) -> dict[str, Any]:
 
 
 def qwen_image_call() -> dict[str, Any]:
-    return {
-        **masked(11), **masked(NEGATIVE_TEXT, negative=True), **size(3, 5, 8), "true_cfg_scale": 3.0,
-    }  # fmt: skip
+    return masked(11) | masked(NEGATIVE_TEXT, negative=True) | size(3, 5, 8) | {"true_cfg_scale": 3.0}
 
 
 def qwen_image_edit_call() -> dict[str, Any]:
@@ -128,9 +134,7 @@ def qwen_image_edit_call() -> dict[str, Any]:
 
 def flux_edit(cls: Any, channels: int) -> Any:
     """With a transformer that is given more channels than it returns."""
-    model = transformer(
-        "FluxTransformer2DModel", in_channels=channels, out_channels=16, guidance_embeds=True,
-    )  # fmt: skip
+    model = transformer("FluxTransformer2DModel", in_channels=channels, out_channels=16, guidance_embeds=True)
     components = flux().components | {"transformer": model}
     return cls(**{name: components[name] for name in inspect.signature(cls).parameters if name in components})
 
@@ -144,165 +148,133 @@ def flux_controlnet() -> Any:
 
 TWO = {"num_images_per_prompt": 2}
 OTHER_EMBEDS = masked(OTHER_TEXT)
-EDIT = {"larger": size(5, 7, 256), "other_prompt": OTHER_EMBEDS}
 ONE_PROMPT = "the pipeline takes one prompt"
 
 SAME_LENGTH = "the pipeline pads every prompt to one length and gives no mask"
 TINY, TINY_LARGER = size(3, 5, 4), size(5, 7, 4)  # with the autoencoder of tests/tiny.py
+FLUX: dict[str, Any] = {
+    "larger": TINY_LARGER, "other_prompt": {"max_sequence_length": 13}, "two_images": TWO, "padded_prompt": SAME_LENGTH,
+}  # fmt: skip
+FLUX_2 = FLUX | {"larger": size(5, 7), "other_prompt": {"prompt_embeds": embeds(13, 32)}}
+QWEN_IMAGE = FLUX | {"larger": size(5, 7, 8), "other_prompt": OTHER_EMBEDS, "padded_prompt": padded()}
+EDIT = QWEN_IMAGE | {"larger": size(5, 7, 256), "padded_prompt": ONE_PROMPT}
+
+GUIDED_PROMPTS = {"prompt": [PROMPT, LONG_PROMPT], "negative_prompt": [NEGATIVE, PROMPT]}
+QWEN_IMAGE_21 = FLUX | {"larger": size(6, 10), "other_prompt": {"prompt": LONG_PROMPT}}
+Z_IMAGE = FLUX | {"larger": size(11, 16, 4), "other_prompt": MANY_WORDS, "padded_prompt": PROMPTS}
+TURBO = {"prompt": PROMPT, "guidance_scale": 1.0, **size(7, 11, 4)}
+
+
+def filled(height: int, width: int, mask: str = "mask_image", image: str = "image") -> dict[str, Any]:
+    """A picture of so many pixels, and the mask of what is drawn anew."""
+    torch.manual_seed(3)  # autoencoders draw pictures from their distribution, some without a generator
+    return {image: picture(height, width), mask: picture(height, width, 1)}
+
 
 ENTRIES = [
     entry(
         "qwen-image-2.1", 2, qwen_image_21,
         lambda: {"prompt": PROMPT, "negative_prompt": NEGATIVE, "true_cfg_scale": 3.0, **size(4, 6)},
-        larger=size(6, 10), other_prompt={"prompt": LONG_PROMPT}, two_images=TWO,
-        padded_prompt={"prompt": [PROMPT, LONG_PROMPT], "negative_prompt": [NEGATIVE, PROMPT]},
+        **QWEN_IMAGE_21 | {"padded_prompt": GUIDED_PROMPTS},
     ),
     entry(
-        "qwen-image-2.1-edit", 2, qwen_image_21,
-        lambda: {
+        "qwen-image-2.1-edit", 2, qwen_image_21, lambda: {
             "prompt": PROMPT, "image": picture(64, 64), "true_cfg_scale": 1.0, "output_resolution": 64, **size(4, 6),
-        },
-        larger=size(6, 10), other_prompt={"prompt": LONG_PROMPT}, two_images=TWO, padded_prompt=PROMPTS,
+        }, **QWEN_IMAGE_21 | {"padded_prompt": PROMPTS},
     ),
     entry(
         "z-image", 4, lambda: z_image(diffusers.ZImagePipeline),
-        lambda: {"prompt": PROMPT, "negative_prompt": NEGATIVE, "guidance_scale": 3.0, **size(7, 11, 4)},
-        larger=size(11, 16, 4), other_prompt=MANY_WORDS, two_images=TWO,
-        padded_prompt={"prompt": [PROMPT, LONG_PROMPT], "negative_prompt": [NEGATIVE, PROMPT]},
+        lambda: TURBO | {"negative_prompt": NEGATIVE, "guidance_scale": 3.0},
+        **Z_IMAGE | {"padded_prompt": GUIDED_PROMPTS},
     ),
     entry(
         "z-image-img2img", 4, lambda: z_image(diffusers.ZImageImg2ImgPipeline),
-        lambda: {
-            "prompt": PROMPT, "image": picture(28, 44), "guidance_scale": 1.0, "strength": 1.0, **size(7, 11, 4),
-        },
-        larger=size(11, 16, 4) | {"image": picture(44, 64)}, other_prompt=MANY_WORDS, two_images=TWO,
-        padded_prompt=PROMPTS,
+        lambda: TURBO | {"image": picture(28, 44), "strength": 1.0},
+        **Z_IMAGE | {"larger": size(11, 16, 4) | {"image": picture(44, 64)}},
     ),
     entry(
-        "z-image-omni", 4, z_image_omni, lambda: {
-            "prompt": [PROMPT], "image": picture(64, 64), "guidance_scale": 1.0, **size(7, 11),
-        }, larger=size(11, 16), two_images=TWO,
+        "z-image-omni", 4, z_image_omni, lambda: TURBO | {"prompt": [PROMPT], "image": picture(64, 64), **size(7, 11)},
+        larger=size(11, 16), two_images=TWO,
         # Lists of prompts are made anew, since the pipeline writes into them.
         other_prompt=lambda: {"prompt": [" ".join([PROMPT] * 10)]},
         padded_prompt=lambda: {"prompt": [PROMPT, LONG_PROMPT]},
     ),
     entry(
-        "z-image-inpaint", 4, lambda: z_image(diffusers.ZImageInpaintPipeline), lambda: {
-            "prompt": PROMPT, "image": picture(28, 44), "mask_image": picture(28, 44, 1), "guidance_scale": 1.0,
-            "strength": 1.0, **size(7, 11, 4),
-        }, larger=size(11, 16, 4) | {
-            "image": picture(44, 64), "mask_image": picture(44, 64, 1),
-        }, other_prompt=MANY_WORDS, two_images=TWO, padded_prompt=PROMPTS,
+        "z-image-inpaint", 4, lambda: z_image(diffusers.ZImageInpaintPipeline),
+        lambda: TURBO | filled(28, 44) | {"strength": 1.0},
+        **Z_IMAGE | {"larger": size(11, 16, 4) | filled(44, 64)},
     ),
     entry(
-        "krea-2", 6, krea_2,
-        lambda: {
-            "prompt_embeds": embeds(11, 32).view(1, 11, 2, 16), "prompt_embeds_mask": torch.ones(1, 11).bool(),
-            "negative_prompt_embeds": embeds(11, 32, seed=5).view(1, 11, 2, 16),
-            "negative_prompt_embeds_mask": torch.ones(1, 11).bool(), "guidance_scale": 3.0, **size(3, 5, 8),
-        },
-        larger=size(5, 7, 8),
-        other_prompt={
-            "prompt_embeds": embeds(13, 32).view(1, 13, 2, 16), "prompt_embeds_mask": torch.ones(1, 13).bool(),
-            "negative_prompt_embeds": embeds(13, 32, seed=5).view(1, 13, 2, 16),
-            "negative_prompt_embeds_mask": torch.ones(1, 13).bool(),
-        },
-        two_images=TWO,
+        "krea-2", 6, krea_2, lambda: krea_2_text(11) | {"guidance_scale": 3.0, **size(3, 5, 8)},
+        larger=size(5, 7, 8), other_prompt=krea_2_text(13), two_images=TWO,
         padded_prompt={
             "prompt_embeds": padded_embeds(32)[0].view(2, 11, 2, 16), "prompt_embeds_mask": padded_embeds()[1],
             "negative_prompt_embeds": padded_embeds(32, short=5)[0].view(2, 11, 2, 16),
             "negative_prompt_embeds_mask": padded_embeds(32, short=5)[1],
         },
     ),
-    entry(
-        "qwen-image", 7, lambda: qwen_image(diffusers.QwenImagePipeline), qwen_image_call,
-        larger=size(5, 7, 8), other_prompt=OTHER_EMBEDS, two_images=TWO, padded_prompt=padded(),
-    ),
-    entry(
-        "qwen-image-edit", 7, lambda: qwen_image(diffusers.QwenImageEditPipeline), qwen_image_edit_call,
-        two_images=TWO, padded_prompt=ONE_PROMPT, **EDIT,
-    ),
+    entry("qwen-image", 7, lambda: qwen_image(diffusers.QwenImagePipeline), qwen_image_call, **QWEN_IMAGE),
+    entry("qwen-image-edit", 7, lambda: qwen_image(diffusers.QwenImageEditPipeline), qwen_image_edit_call, **EDIT),
     entry(
         "qwen-image-edit-2509", 7, lambda: qwen_image(diffusers.QwenImageEditPlusPipeline), qwen_image_edit_call,
-        two_images=TWO, padded_prompt=ONE_PROMPT, **EDIT,
+        **EDIT,
     ),
     entry(
         "qwen-image-edit-2511", 7, lambda: qwen_image(diffusers.QwenImageEditPlusPipeline, zero_cond_t=True),
-        qwen_image_edit_call, two_images=TWO, padded_prompt=ONE_PROMPT, **EDIT,
+        qwen_image_edit_call, **EDIT,
     ),
     entry(
         "flux-2", 9, lambda: flux_2(diffusers.Flux2Pipeline),
-        lambda: {"prompt_embeds": embeds(11, 32), **size(3, 5)},
-        larger=size(5, 7), other_prompt={"prompt_embeds": embeds(13, 32)}, two_images=TWO,
-        padded_prompt="the pipeline pads every prompt to one length and gives no mask",
+        lambda: {"prompt_embeds": embeds(11, 32), **size(3, 5)}, **FLUX_2,
     ),
     entry(
         "flux-2-klein", 9, lambda: flux_2(diffusers.Flux2KleinPipeline, guidance_embeds=False),
-        lambda: {
-            "prompt_embeds": embeds(11, 32), "negative_prompt_embeds": embeds(9, 32), "guidance_scale": 3.0,
-            **size(3, 5),
-        },
-        larger=size(5, 7), other_prompt={"prompt_embeds": embeds(13, 32)}, two_images=TWO,
-        padded_prompt="the pipeline pads every prompt to one length and gives no mask",
+        lambda: guided(11, 9, 32) | size(3, 5) | {"guidance_scale": 3.0}, **FLUX_2,
     ),
     entry(
         "flux-2-klein-edit", 9, lambda: flux_2(diffusers.Flux2KleinPipeline, guidance_embeds=False),
-        lambda: {
-            "prompt_embeds": embeds(11, 32), "image": picture(64, 64), "guidance_scale": 1.0, **size(3, 5),
-        },
-        larger=size(5, 7), other_prompt={"prompt_embeds": embeds(13, 32)}, two_images=TWO,
-        padded_prompt="the pipeline pads every prompt to one length and gives no mask",
+        lambda: {"prompt_embeds": embeds(11, 32), "image": picture(64, 64), "guidance_scale": 1.0, **size(3, 5)},
+        **FLUX_2,
     ),
     entry(
         "flux", 12, flux,
-        lambda: arguments("flux") | TINY | {"negative_prompt": "a blue square", "true_cfg_scale": 3.0},
-        larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+        lambda: arguments("flux", **TINY, negative_prompt="a blue square", true_cfg_scale=3.0), **FLUX,
     ),
     entry(
         "flux-img2img", 12, lambda: diffusers.FluxImg2ImgPipeline(**flux().components),
-        lambda: arguments("flux") | TINY | {"image": picture(12, 20), "strength": 1.0},
-        larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+        lambda: arguments("flux", **TINY, image=picture(12, 20), strength=1.0), **FLUX,
     ),
     entry(
         "flux-kontext", 12, lambda: diffusers.FluxKontextPipeline(**flux().components),
-        lambda: arguments("flux") | TINY | {"image": picture(16, 20), "_auto_resize": False, "max_area": 12 * 20},
-        larger=TINY_LARGER | {"max_area": 20 * 28}, other_prompt={"max_sequence_length": 13}, two_images=TWO,
-        padded_prompt=SAME_LENGTH,
+        lambda: arguments("flux", **TINY, image=picture(16, 20), _auto_resize=False, max_area=12 * 20),
+        **FLUX | {"larger": TINY_LARGER | {"max_area": 20 * 28}},
     ),
     entry(
         "qwen-image-img2img", 7, lambda: qwen_image(diffusers.QwenImageImg2ImgPipeline),
-        lambda: qwen_image_call() | {"image": picture(24, 40), "strength": 1.0},
-        larger=size(5, 7, 8), other_prompt=OTHER_EMBEDS, two_images=TWO, padded_prompt=padded(),
+        lambda: qwen_image_call() | {"image": picture(24, 40), "strength": 1.0}, **QWEN_IMAGE,
     ),
     entry(
         "qwen-image-inpaint", 7, lambda: qwen_image(diffusers.QwenImageInpaintPipeline),
-        lambda: qwen_image_call() | {"image": picture(24, 40), "mask_image": picture(24, 40, 1), "strength": 1.0},
-        larger=size(5, 7, 8), other_prompt=OTHER_EMBEDS, two_images=TWO, padded_prompt=padded(),
+        lambda: qwen_image_call() | filled(24, 40) | {"strength": 1.0}, **QWEN_IMAGE,
     ),
     entry(
-        "flux-fill", 12, lambda: flux_edit(diffusers.FluxFillPipeline, 16 + 16 + 16), lambda: {
-            **arguments("flux"), **TINY, "image": picture(12, 20), "mask_image": picture(12, 20, 1), "strength": 1.0,
-        }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+        "flux-fill", 12, lambda: flux_edit(diffusers.FluxFillPipeline, 16 + 16 + 16),
+        lambda: arguments("flux", **TINY, **filled(12, 20), strength=1.0), **FLUX,
     ),
     entry(
-        "flux-inpaint", 12, lambda: diffusers.FluxInpaintPipeline(**flux().components), lambda: {
-            **arguments("flux"), **TINY, "image": picture(12, 20), "mask_image": picture(12, 20, 1), "strength": 1.0,
-        }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+        "flux-inpaint", 12, lambda: diffusers.FluxInpaintPipeline(**flux().components),
+        lambda: arguments("flux", **TINY, **filled(12, 20), strength=1.0), **FLUX,
     ),
     entry(
         "flux-control", 12, lambda: flux_edit(diffusers.FluxControlPipeline, 32),
-        lambda: {**arguments("flux"), **TINY, "control_image": picture(12, 20)},
-        larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+        lambda: arguments("flux", **TINY, control_image=picture(12, 20)), **FLUX,
     ),
     entry(
         "flux-2-klein-kv", 9, lambda: flux_2(diffusers.Flux2KleinKVPipeline, guidance_embeds=False),
-        lambda: {"prompt_embeds": embeds(11, 32), "image": picture(64, 64), **size(3, 5)},
-        larger=size(5, 7), other_prompt={"prompt_embeds": embeds(13, 32)}, two_images=TWO,
-        padded_prompt="the pipeline pads every prompt to one length and gives no mask",
+        lambda: {"prompt_embeds": embeds(11, 32), "image": picture(64, 64), **size(3, 5)}, **FLUX_2,
     ),
     entry(
-        "flux-controlnet", 12, flux_controlnet, lambda: {
-            **arguments("flux"), **TINY, "control_image": picture(12, 20), "controlnet_conditioning_scale": 0.7,
-        }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+        "flux-controlnet", 12, flux_controlnet,
+        lambda: arguments("flux", **TINY, control_image=picture(12, 20), controlnet_conditioning_scale=0.7), **FLUX,
     ),
 ]  # fmt: skip

@@ -10,9 +10,9 @@ import transformers
 
 from tests.tiny import t5, tokenizer
 from tests.zoo import encoders
-from tests.zoo.entry import OTHER_TEXT, REMOVED, TEXT, embeds, entry, padded_embeds, transformer
+from tests.zoo.entry import OTHER_TEXT, REMOVED, TEXT, entry, masked_text, padded_embeds, padded_text, transformer
+from tests.zoo.pictures import LONG_PROMPT, PROMPT
 
-PROMPT, LONG_PROMPT = "a large red circle", "a small blue ring on the left of a green square"
 TWO = {"num_waveforms_per_prompt": 2}
 
 
@@ -38,11 +38,8 @@ def stable_audio() -> Any:
 
 
 def stable_audio_text(length: int = TEXT, rows: int = 1) -> dict[str, Any]:
-    mask = torch.ones(rows, length, dtype=torch.long)
-    return {
-        "prompt_embeds": embeds(length, 16, rows), "attention_mask": mask,
-        "negative_prompt_embeds": embeds(length, 16, rows, seed=2), "negative_attention_mask": mask,
-    }  # fmt: skip
+    call: dict[str, Any] = masked_text(length, rows=rows, mask="attention_mask")
+    return {name: value.long() if "mask" in name else value for name, value in call.items()}
 
 
 def stable_audio_padded() -> dict[str, Any]:
@@ -64,14 +61,6 @@ def stable_audio_3() -> Any:
         transformer=transformer("StableAudio3DiTModel", global_cond_dim=16, num_heads=2),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(num_train_timesteps=1, shift=1.0),
     )  # fmt: skip
-
-
-def stable_audio_3_text(length: int = TEXT, rows: int = 1) -> dict[str, Any]:
-    mask = torch.ones(rows, length, dtype=torch.bool)
-    return {
-        "prompt_embeds": embeds(length, 16, rows), "encoder_attention_mask": mask,
-        "negative_prompt_embeds": embeds(length, 16, rows, seed=2), "negative_encoder_attention_mask": mask,
-    }  # fmt: skip
 
 
 def ace_step() -> Any:
@@ -134,6 +123,14 @@ def proteina_call(tokens: int = 15, rows: int = 1, short: int | None = None) -> 
     }  # fmt: skip
 
 
+SPEECH = {"prompt": PROMPT, "lyrics": "left right", "audio_duration": 1.3}
+ACE_STEP: dict[str, Any] = {
+    "larger": {"audio_duration": 2.3}, "other_prompt": {"prompt": LONG_PROMPT},
+    "two_images": {"prompt": [PROMPT] * 2, "lyrics": ["left right"] * 2},
+    "padded_prompt": {"prompt": [PROMPT, LONG_PROMPT], "lyrics": ["left right"] * 2},
+}  # fmt: skip
+MASK = "encoder_attention_mask"
+
 ENTRIES = [
     entry(
         "stable-audio", 13, stable_audio,
@@ -142,27 +139,12 @@ ENTRIES = [
         two_images=stable_audio_text(rows=2), padded_prompt=stable_audio_padded(),
     ),
     entry(
-        "stable-audio-3", 13, stable_audio_3,
-        lambda: stable_audio_3_text() | {"duration": 5.0, "guidance_scale": 3.0},
-        larger={"duration": 9.0}, other_prompt=stable_audio_3_text(OTHER_TEXT), two_images=TWO,
-        padded_prompt=stable_audio_3_text(rows=2) | {
-            "prompt_embeds": padded_embeds()[0], "encoder_attention_mask": padded_embeds()[1],
-        },
+        "stable-audio-3", 13, stable_audio_3, lambda: masked_text(mask=MASK) | {"duration": 5.0, "guidance_scale": 3.0},
+        larger={"duration": 9.0}, other_prompt=masked_text(OTHER_TEXT, mask=MASK), two_images=TWO,
+        padded_prompt=padded_text(mask=MASK),
     ),
-    entry(
-        "ace-step", 13, ace_step,
-        lambda: {"prompt": PROMPT, "lyrics": "left right", "audio_duration": 1.3, "guidance_scale": 3.0},
-        larger={"audio_duration": 2.3}, other_prompt={"prompt": LONG_PROMPT},
-        two_images={"prompt": [PROMPT] * 2, "lyrics": ["left right"] * 2},
-        padded_prompt={"prompt": [PROMPT, LONG_PROMPT], "lyrics": ["left right"] * 2},
-    ),
-    entry(
-        "ace-step-turbo", 13, ace_step,
-        lambda: {"prompt": PROMPT, "lyrics": "left right", "audio_duration": 1.3, "guidance_scale": 1.0},
-        larger={"audio_duration": 2.3}, other_prompt={"prompt": LONG_PROMPT},
-        two_images={"prompt": [PROMPT] * 2, "lyrics": ["left right"] * 2},
-        padded_prompt={"prompt": [PROMPT, LONG_PROMPT], "lyrics": ["left right"] * 2},
-    ),
+    entry("ace-step", 13, ace_step, lambda: SPEECH | {"guidance_scale": 3.0}, **ACE_STEP),
+    entry("ace-step-turbo", 13, ace_step, lambda: SPEECH | {"guidance_scale": 1.0}, **ACE_STEP),
     entry(
         "longcat-audio", 20, longcat_audio,
         lambda: {"prompt": PROMPT, "negative_prompt": "a square", "audio_duration_s": 1.0, "guidance_scale": 3.0},

@@ -8,7 +8,21 @@ import diffusers
 import torch
 
 from tests.zoo import encoders
-from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, TEXT, embeds, entry, film, padded_embeds, picture, transformer
+from tests.zoo.entry import (
+    NEGATIVE_TEXT,
+    OTHER_TEXT,
+    TEXT,
+    embeds,
+    entry,
+    film,
+    guided,
+    masked_text,
+    padded_embeds,
+    padded_text,
+    picture,
+    transformer,
+)
+from tests.zoo.pictures import flow
 
 TWO = {"num_videos_per_prompt": 2}
 ONE_VIDEO = "the pipeline makes one video at a time: with two, it fails"
@@ -18,17 +32,6 @@ ZERO_PADDED = "the pipeline pads every prompt with zeros to one length, and give
 def size(frames: int, height: int, width: int, *, ratio: int = 4, pixels: int = 16) -> dict[str, int]:
     """The size of a video with so many latent frames, rows and columns of tokens."""
     return {"num_frames": (frames - 1) * ratio + 1, "height": height * pixels, "width": width * pixels}
-
-
-def flow(**config: Any) -> Any:
-    return diffusers.FlowMatchEulerDiscreteScheduler(**config)
-
-
-def guided(length: int = TEXT, negative: int = NEGATIVE_TEXT, width: int = 16, rows: int = 1) -> dict[str, Any]:
-    """Embeddings of a prompt and of a negative one."""
-    return {
-        "prompt_embeds": embeds(length, width, rows), "negative_prompt_embeds": embeds(negative, width, rows, seed=2)
-    }  # fmt: skip
 
 
 OTHER_EMBEDS = {"prompt_embeds": embeds(OTHER_TEXT)}
@@ -69,26 +72,21 @@ def ltx_2(cls: Any, **config: Any) -> Any:
     )  # fmt: skip
 
 
-def ltx_2_text(length: int = TEXT, rows: int = 1) -> dict[str, Any]:
-    mask = torch.ones(rows, length, dtype=torch.bool)
-    return {
-        "prompt_embeds": embeds(length, 48, rows), "prompt_attention_mask": mask,
-        "negative_prompt_embeds": embeds(length, 48, rows, seed=2), "negative_prompt_attention_mask": mask,
-    }  # fmt: skip
-
-
 def ltx_2_call() -> dict[str, Any]:
-    return ltx_2_text() | size(5, 3, 5, ratio=2, pixels=32) | {
+    return masked_text(width=48) | size(5, 3, 5, ratio=2, pixels=32) | {
         "guidance_scale": 3.0, "stg_scale": 0.0, "modality_scale": 1.0, "audio_guidance_scale": 3.0,
         "audio_stg_scale": 0.0, "audio_modality_scale": 1.0, "spatio_temporal_guidance_blocks": None,
         "use_cross_timestep": False, "frame_rate": 24.0,
     }  # fmt: skip
 
 
-# Padded in front, as the language model of LTX-2 has it.
-LTX_2_PADDED = {
-    "prompt_embeds": padded_embeds(48)[0].flip(1), "prompt_attention_mask": padded_embeds(48)[1].flip(1),
-    "negative_prompt_embeds": embeds(TEXT, 48, 2), "negative_prompt_attention_mask": padded_embeds(48)[1].flip(1),
+LTX_2: dict[str, Any] = {
+    "larger": size(7, 3, 6, ratio=2, pixels=32), "other_prompt": masked_text(OTHER_TEXT, 48),
+    "two_images": masked_text(width=48, rows=2), "padded_prompt": {
+        # Padded in front, as the language model of LTX-2 has it.
+        "prompt_embeds": padded_embeds(48)[0].flip(1), "prompt_attention_mask": padded_embeds(48)[1].flip(1),
+        "negative_prompt_embeds": embeds(TEXT, 48, 2), "negative_prompt_attention_mask": padded_embeds(48)[1].flip(1),
+    },
 }  # fmt: skip
 
 
@@ -104,6 +102,12 @@ def unipc() -> Any:
 
 def wan_transformer(seed: int = 0, name: str = "WanTransformer3DModel", **config: Any) -> Any:
     return transformer(name, seed, **config)
+
+
+def wan_with_image(cls: Any, name: str = "WanTransformer3DModel") -> Any:
+    """With keys of an image of its own."""
+    model = wan_transformer(name=name, in_channels=12, image_dim=8, added_kv_proj_dim=24)
+    return wan(cls, transformer=model, **encoders.clip_vision())
 
 
 def wan_call() -> dict[str, Any]:
@@ -133,30 +137,13 @@ def ltx(cls: Any) -> Any:
     )  # fmt: skip
 
 
-def masked(length: int = TEXT, width: int = 16, rows: int = 1) -> dict[str, Any]:
-    """Embeddings of a prompt and of a negative one, both with a mask."""
-    mask = torch.ones(rows, length, dtype=torch.bool)
-    return guided(length, length, width, rows) | {
-        "prompt_attention_mask": mask, "negative_prompt_attention_mask": mask
-    }  # fmt: skip
-
-
-def padded(width: int = 16) -> dict[str, Any]:
-    """Embeddings of two prompts of unlike length and their mask, and of two negative ones, as arguments."""
-    text, mask = padded_embeds(width)
-    return {
-        "prompt_embeds": text, "prompt_attention_mask": mask, "negative_prompt_embeds": embeds(TEXT, width, 2, seed=2),
-        "negative_prompt_attention_mask": torch.ones_like(mask),
-    }  # fmt: skip
-
-
 def ltx_call() -> dict[str, Any]:
-    return masked() | size(5, 3, 4, pixels=32) | {"guidance_scale": 3.0}
+    return masked_text() | size(5, 3, 4, pixels=32) | {"guidance_scale": 3.0}
 
 
 LTX_VARIANTS: dict[str, Any] = {
-    "larger": size(7, 3, 5, pixels=32), "other_prompt": masked(OTHER_TEXT),
-    "two_images": masked(rows=2), "padded_prompt": padded(),
+    "larger": size(7, 3, 5, pixels=32), "other_prompt": masked_text(OTHER_TEXT),
+    "two_images": masked_text(rows=2), "padded_prompt": padded_text(),
 }  # fmt: skip
 
 
@@ -176,7 +163,7 @@ def hunyuan_video(cls: Any, name: str = "HunyuanVideoTransformer3DModel", **conf
 
 
 def hunyuan_video_text(rows: int = 1) -> dict[str, Any]:
-    return masked(rows=rows) | guided(rows=rows) | {
+    return masked_text(rows=rows) | guided(rows=rows) | {
         "negative_prompt_attention_mask": torch.ones(rows, NEGATIVE_TEXT).bool(),
         "pooled_prompt_embeds": embeds(rows, 8)[0], "negative_pooled_prompt_embeds": embeds(rows, 8, seed=2)[0],
     }  # fmt: skip
@@ -190,7 +177,7 @@ def hunyuan_video_call() -> dict[str, Any]:
 HUNYUAN_VARIANTS: dict[str, Any] = {
     "larger": size(7, 3, 5),
     "other_prompt": OTHER_EMBEDS | {"prompt_attention_mask": torch.ones(1, OTHER_TEXT).bool()},
-    "two_images": hunyuan_video_text(rows=2), "padded_prompt": hunyuan_video_text(rows=2) | padded(),
+    "two_images": hunyuan_video_text(rows=2), "padded_prompt": hunyuan_video_text(rows=2) | padded_text(),
 }  # fmt: skip
 HUNYUAN_IMAGE_VARIANTS: dict[str, Any] = HUNYUAN_VARIANTS | {
     variant: HUNYUAN_VARIANTS[variant] | {"image": film(2, 48, 64)} for variant in ("two_images", "padded_prompt")
@@ -332,20 +319,15 @@ WAN_IMAGE_VARIANTS: dict[str, Any] = WAN_VARIANTS | {
     "other_prompt": "attention takes the first tokens of a context, all but the last 512, for the image's",
     "two_images": guided(512, 512, rows=2),
 }  # fmt: skip
+WAN_TI2V = WAN_VARIANTS | {"larger": size(7, 3, 5, pixels=32)}
 BOTH = {"transformers": ("transformer", "transformer_2")}
 
 ENTRIES = [
-    entry(
-        "ltx-2", 3, lambda: ltx_2(diffusers.LTX2Pipeline), ltx_2_call, larger=size(7, 3, 6, ratio=2, pixels=32),
-        other_prompt=ltx_2_text(OTHER_TEXT), two_images=ltx_2_text(rows=2), padded_prompt=LTX_2_PADDED,
-    ),
+    entry("ltx-2", 3, lambda: ltx_2(diffusers.LTX2Pipeline), ltx_2_call, **LTX_2),
     entry(
         "ltx-2-image-to-video", 3, lambda: ltx_2(
             diffusers.LTX2ImageToVideoPipeline, gated_attn=True, audio_gated_attn=True,
-        ),
-        lambda: ltx_2_call() | {"image": picture(96, 128), "image_crf": 0},
-        larger=size(7, 3, 6, ratio=2, pixels=32), other_prompt=ltx_2_text(OTHER_TEXT), two_images=ltx_2_text(rows=2),
-        padded_prompt=LTX_2_PADDED,
+        ), lambda: ltx_2_call() | {"image": picture(96, 128), "image_crf": 0}, **LTX_2,
     ),
     entry(
         "wan-2.2", 5, lambda: wan(
@@ -360,12 +342,11 @@ ENTRIES = [
     ),
     entry(
         "wan-2.2-ti2v", 5, lambda: wan_ti2v(diffusers.WanPipeline), lambda: wan_call() | size(5, 3, 4, pixels=32),
-        **WAN_VARIANTS | {"larger": size(7, 3, 5, pixels=32)},
+        **WAN_TI2V,
     ),
     entry(
         "wan-2.2-ti2v-image", 5, lambda: wan_ti2v(diffusers.WanImageToVideoPipeline),
-        lambda: wan_call() | size(5, 3, 4, pixels=32) | {"image": picture(96, 128)},
-        **WAN_VARIANTS | {"larger": size(7, 3, 5, pixels=32)},
+        lambda: wan_call() | size(5, 3, 4, pixels=32) | {"image": picture(96, 128)}, **WAN_TI2V,
     ),
     entry("ltx", 14, lambda: ltx(diffusers.LTXPipeline), ltx_call, **LTX_VARIANTS),
     entry(
@@ -442,19 +423,15 @@ ENTRIES = [
             "conditions": diffusers.pipelines.ltx2.pipeline_ltx2_condition.LTX2VideoCondition(
                 frames=picture(96, 128), index=0, strength=1.0, crf=0,
             ),
-        }, larger=size(7, 3, 6, ratio=2, pixels=32), other_prompt=ltx_2_text(OTHER_TEXT),
-        two_images=ltx_2_text(rows=2), padded_prompt=LTX_2_PADDED,
+        }, **LTX_2,
     ),
     entry(
         "wan-2.1", 10, lambda: wan(diffusers.WanPipeline, transformer=wan_transformer(), scheduler=flow(shift=3.0)),
         wan_call, **WAN_VARIANTS,
     ),
     entry(
-        "wan-2.1-image-to-video", 10, lambda: wan(
-            diffusers.WanImageToVideoPipeline,
-            transformer=wan_transformer(in_channels=12, image_dim=8, added_kv_proj_dim=24),
-            **encoders.clip_vision(),
-        ), lambda: wan_call() | guided(512, 512) | {"image": picture(48, 64)}, **WAN_IMAGE_VARIANTS,
+        "wan-2.1-image-to-video", 10, lambda: wan_with_image(diffusers.WanImageToVideoPipeline),
+        lambda: wan_call() | guided(512, 512) | {"image": picture(48, 64)}, **WAN_IMAGE_VARIANTS,
     ),
     entry(
         "wan-vace", 10, lambda: wan(
