@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,17 +40,27 @@ class ComfyStub:
                 self.total = self.total if total is None else total
                 stub.shown.append((value, self.total, preview))
 
-        def throw_exception_if_processing_interrupted() -> None:
+        def check() -> None:
             if stub.interrupted.is_set():
                 raise InterruptProcessingException
 
-        package, tools, management = (ModuleType(f"comfy{end}") for end in ("", ".utils", ".model_management"))
-        tools.ProgressBar = ProgressBar  # type: ignore[attr-defined]
-        management.throw_exception_if_processing_interrupted = (  # type: ignore[attr-defined]
-            throw_exception_if_processing_interrupted
-        )
-        for module in (package, tools, management):
-            monkeypatch.setitem(sys.modules, module.__name__, module)
+        contents: dict[str, dict[str, Any]] = {
+            "comfy": {},
+            "comfy.utils": {"ProgressBar": ProgressBar},
+            "comfy.model_management": {"throw_exception_if_processing_interrupted": check},
+        }
+        install_modules(monkeypatch, contents)
+
+
+def install_modules(monkeypatch: pytest.MonkeyPatch, contents: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put modules of ComfyUI in place, the package first."""
+    for name, values in contents.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+        package, _, own_name = name.rpartition(".")
+        if package:
+            setattr(sys.modules[package], own_name, module)
 
 
 def load_nodes(name: str = "custom_nodes_ditile") -> ModuleType:

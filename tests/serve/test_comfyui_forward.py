@@ -6,6 +6,7 @@ with ComfyUI's own models where it is installed; here are figures that those hav
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import socket
@@ -14,14 +15,22 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.serve.comfy import FOLDER, InterruptProcessingException, load_nodes
-from tests.serve.comfyui_pairs import FIGURES, PAIRS, build_transformer, call_transformer, describe_output, make_call
+from tests.serve.comfy import FOLDER, InterruptProcessingException, install_modules, load_nodes
+from tests.serve.comfyui_pairs import (
+    FIGURES,
+    PAIRS,
+    LocalConnection,
+    build_transformer,
+    call_transformer,
+    describe_output,
+    make_call,
+)
 
 PACKAGE = "custom_nodes_ditile_forward"
 load_nodes(PACKAGE)
@@ -29,29 +38,6 @@ FAMILIES = importlib.import_module(f"{PACKAGE}.forward_families")
 CLIENT = importlib.import_module(f"{PACKAGE}.forward_client")
 WORKER = importlib.import_module(f"{PACKAGE}.forward_worker")
 FLUX = PAIRS["flux"]
-
-
-class LocalConnection:
-    """Calls a transformer of diffusers in this process, as a worker would."""
-
-    def __init__(self, transformer: Any) -> None:
-        self.transformer = transformer
-        self.log: list[Any] = []
-
-    def connect(self) -> None:
-        self.log.append("connect")
-
-    def close(self) -> None:
-        self.log.append("close")
-
-    def hello(self) -> dict[str, Any]:
-        config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
-        name = type(self.transformer).__name__
-        return {"model": name, "config": config, "dtype": "float32", "plan": "", "ranks": 1, "loras": ["fox", "owl"]}
-
-    def forward(self, arguments: Mapping[str, Any], loras: Any) -> Any:
-        self.log.append(dict(loras))
-        return call_transformer(self.transformer, arguments)
 
 
 @pytest.fixture
@@ -76,15 +62,9 @@ def model_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         def pre_run(self) -> None:
             pass
 
-    class NestedCalls:
-        def __init__(self, original: Callable[..., Any], wrappers: list[Any]) -> None:
-            self.execute = original
-            for wrapper in reversed(wrappers):
-                self.execute = lambda *args, inner=self.execute, outer=wrapper, **more: outer(inner, *args, **more)
-
-        @classmethod
-        def new_class_executor(cls, original: Any, _: Any, wrappers: list[Any]) -> Any:
-            return cls(original, wrappers)
+    def make_executor(original: Any, _: Any, wrappers: list[Any]) -> Any:
+        execute = functools.reduce(lambda inner, outer: functools.partial(outer, inner), reversed(wrappers), original)
+        return SimpleNamespace(execute=execute)
 
     contents: dict[str, dict[str, Any]] = {
         "comfy": {},
@@ -92,20 +72,23 @@ def model_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "comfy.model_management": {"throw_exception_if_processing_interrupted": lambda: None},
         "comfy.model_patcher": {"ModelPatcher": ModelPatcher},
         "comfy.patcher_extension": {
-            "WrapperExecutor": NestedCalls,
+            "WrapperExecutor": SimpleNamespace(new_class_executor=make_executor),
             "WrappersMP": SimpleNamespace(DIFFUSION_MODEL="diffusion_model"),
             "get_all_wrappers": lambda _, options: options.get("wrappers", []),
         },
     }
-    for name, values in contents.items():
-        module = ModuleType(name)
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, name, module)
-        if "." in name:
-            monkeypatch.setattr(sys.modules["comfy"], name.partition(".")[2], module, raising=False)
+    install_modules(monkeypatch, contents)
     name = f"{PACKAGE}.forward_model"
     yield importlib.import_module(name)
     del sys.modules[name]
+
+
+def call_remote(remote: Any, options: Mapping[str, Any] | None = None, **extra: Any) -> torch.Tensor:
+    """Return the answer to ComfyUI's call of FLUX."""
+    x, timestep, text = make_call(FLUX)
+    options = options or {}
+    answer: torch.Tensor = remote(x, timestep, context=text, transformer_options=options, **FLUX.extra | extra)
+    return answer
 
 
 def call_adapter(name: str) -> Any:
@@ -130,15 +113,10 @@ def test_a_connection_is_of_one_run_and_its_loras(model_module: Any) -> None:
     """Each step has its LoRAs, and a run begins anew; wrappers go round the call."""
     connection = LocalConnection(build_transformer(FLUX))
     remote = model_module.RemoteTransformer(lambda: connection, connection.hello(), lambda: None)
-    x, timestep, text = make_call(FLUX)
     expected = call_adapter("flux")
 
     def call(*loras: tuple[str, float], wrappers: Any = ()) -> torch.Tensor:
-        options = {model_module.LORAS: list(loras), "wrappers": list(wrappers)}
-        answer: torch.Tensor = remote(
-            x, timestep, context=text, transformer_options=options, control=None, **FLUX.extra
-        )
-        return answer
+        return call_remote(remote, {model_module.LORAS: list(loras), "wrappers": list(wrappers)}, control=None)
 
     assert torch.equal(call(), expected)
     call(("fox", 0.5))
@@ -154,11 +132,8 @@ def test_a_model_refuses_what_would_have_no_effect(model_module: Any) -> None:
     connection = LocalConnection(build_transformer(FLUX))
     remote = model_module.RemoteTransformer(lambda: connection, connection.hello(), lambda: None)
     patcher = model_module.RemotePatcher(SimpleNamespace(diffusion_model=remote))
-    x, timestep, text = make_call(FLUX)
-
-    def call(options: Mapping[str, Any] | None = None, **extra: Any) -> Any:
-        return remote(x, timestep, context=text, transformer_options=options or {}, **{**FLUX.extra, **extra})
-
+    x = torch.zeros(1)
+    call = functools.partial(call_remote, remote)
     rows: list[tuple[Callable[[], Any], str]] = [
         (lambda: call(control={"input": []}), "a ControlNet cannot be handed"),
         (lambda: call(siglip_feats=[x]), "'siglip_feats' cannot be handed"),
@@ -192,9 +167,8 @@ def test_another_model_on_the_worker_ends_the_run(model_module: Any) -> None:
     """A worker that was started again with other weights' config must not draw with the latents of the first."""
     first, second = (LocalConnection(build_transformer(PAIRS[name])) for name in ("flux", "flux schnell"))
     remote = model_module.RemoteTransformer(lambda: second, first.hello(), lambda: None)
-    x, timestep, text = make_call(FLUX)
     with pytest.raises(CLIENT.ForwardError, match="has another model now"):
-        remote(x, timestep, context=text, **FLUX.extra)
+        call_remote(remote)
     assert second.log == ["connect", "close"]
 
 
@@ -227,10 +201,9 @@ def test_cancel_leaves_a_step_in_progress(model_module: Any, tmp_path: Path) -> 
 
         client = CLIENT.ForwardClient(f"unix:{tmp_path}/sock")
         remote = model_module.RemoteTransformer(lambda: client, description, check)
-        x, timestep, text = make_call(FLUX)
         num_threads = threading.active_count()
         with pytest.raises(InterruptProcessingException):
-            remote(x, timestep, context=text, **FLUX.extra)
+            call_remote(remote)
         server.join(60)
         assert is_left.is_set() and threading.active_count() < num_threads
 

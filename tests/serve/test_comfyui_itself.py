@@ -6,25 +6,27 @@ Needs ComfyUI: DITILE_COMFYUI names its folder, and behind a colon those of pack
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from diffusers.loaders import single_file_utils
 
 from tests.serve.comfy import load_nodes
 from tests.serve.comfyui_pairs import (
     FIGURES,
     PAIRS,
+    LocalConnection,
     Pair,
     build_transformer,
-    call_transformer,
     describe_output,
     make_call,
 )
@@ -46,7 +48,7 @@ def comfy() -> Iterator[SimpleNamespace]:
     sys.path.extend(others)
     try:
         importlib.import_module("comfy.cli_args").args.cpu = True
-        names = ("sample", "model_detection", "model_management", "model_patcher", "nested_tensor", "utils")
+        names = ("sample", "model_detection", "model_management", "model_patcher", "nested_tensor")
         modules = {name: importlib.import_module(f"comfy.{name}") for name in names}
         load_nodes(PACKAGE)
         yield SimpleNamespace(**modules, node=importlib.import_module(f"{PACKAGE}.forward_model"))
@@ -55,31 +57,6 @@ def comfy() -> Iterator[SimpleNamespace]:
         for name in set(sys.modules) - before:
             if name.partition(".")[0] in ("comfy", PACKAGE):
                 del sys.modules[name]
-
-
-class LocalConnection:
-    """Calls a transformer of diffusers in this process, as the worker would."""
-
-    def __init__(self, transformer: Any) -> None:
-        self.transformer = transformer
-        self.calls: list[Mapping[str, Any]] = []
-        self.loras: list[tuple[str, float]] = []
-
-    def connect(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def hello(self) -> dict[str, Any]:
-        config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
-        name = type(self.transformer).__name__
-        return {"model": name, "config": config, "dtype": "float32", "plan": "", "ranks": 1, "loras": ["fox", "owl"]}
-
-    def forward(self, arguments: Mapping[str, Any], loras: Mapping[str, float]) -> Any:
-        self.calls.append(arguments)
-        self.loras = list(loras.items())
-        return call_transformer(self.transformer, arguments)
 
 
 def build_own_model(comfy: SimpleNamespace, pair: Pair, transformer: Any) -> Any:
@@ -91,81 +68,54 @@ def build_own_model(comfy: SimpleNamespace, pair: Pair, transformer: Any) -> Any
         config.unet_config["dim"] = pair.comfy["dim"]
     config.set_inference_dtype(torch.float32, None)
     model = config.get_model({}, "", device="cpu")
-    copy_weights(transformer.state_dict(), model.diffusion_model, pair, config.unet_config)
+    state = convert_weights(comfy, transformer.state_dict(), model.diffusion_model.state_dict(), pair.convert)
+    model.diffusion_model.load_state_dict(state, strict=False)
     return comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
 
 
-def copy_weights(weights: Mapping[str, torch.Tensor], own: Any, pair: Pair, config: Any) -> None:
-    """Copy diffusers' weights into ComfyUI's model.
+def convert_weights(comfy: SimpleNamespace, weights: Any, own: dict[str, torch.Tensor], convert: str) -> Any:
+    """Return diffusers' weights under the names of ComfyUI's model.
 
-    The conversion goes the other way: it is done with numbers in the place of weights, and each number says where the
-    weight of its place belongs.
+    diffusers' conversions go the other way: they are done with numbers in the place of weights, and each number says
+    where the weight of its place belongs.
     """
-    parameters = {name: value for name, value in own.state_dict().items() if not name.startswith("__")}
-    start = 0
-    numbers = {}
-    for name, value in parameters.items():
-        numbers[name] = torch.arange(start, start + value.numel()).reshape(value.shape)
-        start += value.numel()
-    converted = CONVERSIONS[pair.convert](dict(numbers), config) if pair.convert else numbers
+    shapes = {name: value.shape for name, value in own.items() if not name.startswith("__")}
+    if not convert:
+        # It changes some of what it takes.
+        state = comfy.model_detection.convert_diffusers_mmdit(copy.deepcopy(dict(weights))) or weights
+        assert {name: value.shape for name, value in state.items()} == shapes
+        return state
+    sizes = [shape.numel() for shape in shapes.values()]
+    pieces = zip(shapes.items(), torch.arange(sum(sizes)).split(sizes), strict=True)
+    numbers = {name: piece.view(shape) for (name, shape), piece in pieces}
+    converted = getattr(single_file_utils, convert)(dict(numbers))
     assert set(converted) == set(weights)
-    flat = torch.full((start,), torch.nan)
+    flat = torch.full((sum(sizes),), torch.nan)
     for name, places in converted.items():
         flat[places.flatten()] = weights[name].flatten()
     assert not flat.isnan().any()
-    state = {name: flat[places] for name, places in numbers.items()}
-    own.load_state_dict(state, strict=False)
+    return {name: flat[places] for name, places in numbers.items()}
 
 
 def draw(comfy: SimpleNamespace, model: Any, pair: Pair, steps: int = STEPS) -> torch.Tensor:
     """Return what ComfyUI's KSampler makes of noise."""
     generator = torch.Generator().manual_seed(2)
-    noise = torch.randn(pair.latent, generator=generator)
-    latent = torch.randn(pair.latent, generator=generator) if pair.has_mask else torch.zeros(pair.latent)
+    shapes = [pair.latent, pair.sound] if pair.sound else [pair.latent]
+    noise, latents = ([torch.randn(shape, generator=generator) for shape in shapes] for _ in range(2))
+    masks = [torch.ones(1, 1, *shape[2:]) for shape in shapes]
+    masks[0][:, :, 0] = 0
     prompts = []
     for strength in (1.0, 0.5):
         text = torch.randn(1, *pair.text, generator=generator) * strength
         conditions = {"pooled_output": torch.randn(1, 12, generator=generator), **pair.conditions}
         prompts.append([[text, conditions]])
-    mask = None
-    if pair.has_mask:
-        mask = torch.ones(1, 1, *pair.latent[2:])
-        mask[:, :, 0] = 0
-    if pair.sound:
-        sound = torch.randn(pair.sound, generator=generator)
-        noise = comfy.nested_tensor.NestedTensor((noise, sound))
-        latent = comfy.nested_tensor.NestedTensor((latent, torch.zeros(pair.sound)))
-        if mask is not None:
-            mask = comfy.nested_tensor.NestedTensor((mask, torch.ones(1, 1, *pair.sound[2:])))
-    result = comfy.sample.sample(
-        model, noise, steps, 3.0, "euler", "simple", *prompts, latent, noise_mask=mask, disable_pbar=True, seed=3
-    )
-    return torch.cat([part.flatten() for part in result.unbind()]) if pair.sound else result
 
+    def pack(parts: list[torch.Tensor]) -> Any:
+        return comfy.nested_tensor.NestedTensor(parts) if pair.sound else parts[0]
 
-def convert_by_map(weights: Mapping[str, torch.Tensor], names: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return diffusers' weights by one of ComfyUI's maps: name -> (name, (dim, start, length), function)."""
-    converted = {}
-    for name, target in names.items():
-        source, cut, function = target if isinstance(target, tuple) and len(target) == 3 else (target, None, None)
-        if isinstance(target, tuple) and len(target) == 2:
-            source, cut = target
-        if source not in weights:
-            continue
-        value = weights[source] if cut is None else weights[source].narrow(*cut)
-        # The function swaps two halves, so that it is its own inverse.
-        converted[name] = value if function is None else function(value)
-    return converted
-
-
-FILES: Any = importlib.import_module("diffusers.loaders.single_file_utils")
-CONVERSIONS = {
-    "flux": lambda weights, config: convert_by_map(weights, sys.modules["comfy.utils"].flux_to_diffusers(config)),
-    "z_image": lambda weights, config: convert_by_map(weights, sys.modules["comfy.utils"].z_image_to_diffusers(config)),
-    "flux2": lambda weights, _: FILES.convert_flux2_transformer_checkpoint_to_diffusers(weights),
-    "ltx2": lambda weights, _: FILES.convert_ltx2_transformer_to_diffusers(weights),
-    "wan": lambda weights, _: FILES.convert_wan_transformer_to_diffusers(weights),
-}
+    settings = {"noise_mask": pack(masks) if pair.has_mask else None, "disable_pbar": True, "seed": 3}
+    result = comfy.sample.sample(model, pack(noise), steps, 3.0, "euler", "simple", *prompts, pack(latents), **settings)
+    return torch.cat([part.flatten() for part in result.unbind()])
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -182,7 +132,7 @@ def test_the_adapter_draws_what_comfyuis_own_model_draws(comfy: SimpleNamespace,
     connection = LocalConnection(transformer)
     remote = comfy.node.load_model(lambda: connection)
     drawn = draw(comfy, remote, pair)
-    assert connection.calls and not list(remote.model.diffusion_model.parameters())
+    assert {} in connection.log and not list(remote.model.diffusion_model.parameters())
     assert (drawn - expected).abs().max() <= TOLERANCE * expected.abs().max()
     if pair.conditions:
         # Conditions that do nothing in so small a model would prove nothing.
@@ -190,7 +140,7 @@ def test_the_adapter_draws_what_comfyuis_own_model_draws(comfy: SimpleNamespace,
         assert (without - expected).abs().max() > 100 * TOLERANCE * expected.abs().max()
     x, timestep, text = make_call(pair)
     called = own.model.diffusion_model(x, timestep, context=text, transformer_options={}, **pair.extra)
-    figures = json.loads(FIGURES.read_text("utf-8")) if FIGURES.exists() else {}
+    figures = json.loads(FIGURES.read_text("utf-8"))
     if os.environ.get("DITILE_RECORD"):
         FIGURES.write_text(json.dumps({**figures, name: describe_output(called)}, indent=1) + "\n", "utf-8")
     else:
