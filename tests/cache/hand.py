@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ditile.cache.forecast import Reuse
@@ -59,7 +60,7 @@ class Hand:
 
     Attributes:
         lists: the blocks.
-        first, last: blocks of the probe and of the tail.
+        first, last: blocks of the probe and of the tail; without any, the probe is what comes into the first block.
         threshold: a step that changed by less is cached.
         spare: steps that are computed anyhow.
         memory: makes what continues a sequence of tensors.
@@ -83,6 +84,7 @@ class Hand:
     step: int = -1
     differences: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
+    is_inside_skip: bool = False
 
     def __post_init__(self) -> None:
         self.chain = [Block(module, each.flow) for each in self.lists for module in each.blocks]
@@ -98,8 +100,9 @@ class Hand:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        begin, end = self.chain[0], self.chain[self.first - 1]
-        handles = [self.before(begin, self._start), self.behind(end, self._decide)]
+        handles = [self.before(self.chain[0], self._start)]
+        if self.first:
+            handles.append(self.behind(self.chain[self.first - 1], self._decide))
         for index, segment in enumerate(self.segments):
             handles += self.replacing(index, segment)
         yield
@@ -113,17 +116,22 @@ class Hand:
         def entered(streams: Streams) -> None:
             start.clear()
             start.update(streams)
+            self.is_inside_skip = self.is_cached(index)
 
         def left(streams: Streams) -> Streams:
+            self.is_inside_skip = False
             if self.is_cached(index):
                 return {name: self.recalled((index, name), start[name]) for name in streams}
             for name, x in streams.items():
                 if x is not None:
                     added = x if self.hidden or start[name] is None else x - start[name]
-                    self.kept.setdefault((index, name), self.memory()).add_computed_step(self.step, added.clone())
+                    self.remember((index, name), added.clone())
             return streams
 
         return [self.before(segment[0], entered), self.behind(segment[-1], left)]
+
+    def remember(self, key: Any, added: Tensor) -> None:
+        self.kept.setdefault(key, self.memory()).add_computed_step(self.step, added)
 
     def recalled(self, key: Any, start: Tensor | None) -> Tensor | None:
         if key not in self.kept:
@@ -144,9 +152,11 @@ class Hand:
 
     def _start(self, streams: Streams) -> None:
         self.began = streams["image"]
+        if not self.first:
+            self._decide(streams)
 
     def _decide(self, streams: Streams) -> Streams:
-        probe = streams["image"] - (0 if self.tokens else self.began)
+        probe = streams["image"] - (0 if self.tokens or not self.first else self.began)
         if self.is_small(self.probe, probe):
             self.skipped.append(self.step)
         else:
@@ -191,6 +201,60 @@ class HandPrune(Hand):
             self.cached.setdefault(index, []).append(self.step)
         else:
             self.inputs[index] = streams["image"]
+
+
+class PatchHand(Hand):
+    """DBCache by hand in a simulation of stale keys, patch by patch.
+
+    DistriFusion, whose patches are made at the same time, decides on the image; so do synchronous steps, of which the
+    last is computed: its keys are read next.
+
+    Attributes:
+        place: the simulation.
+        left_out: the steps that were left out, by patch.
+        looks: whether only probes are wanted: DistriFusion's patches wait for each other's.
+    """
+
+    def __init__(self, transformer: Any, place: Any, **how: Any) -> None:
+        super().__init__(transformer.forward, find_block_lists(transformer), **how)
+        self.place, self.looks, self.skips = place, False, False
+        self.left_out: dict[int, list[int]] = {patch: [] for patch in range(place.patches)}
+        self.seen: dict[int, Tensor] = {}
+
+    def end_look(self) -> None:
+        self.looks = False
+        self.skips = self.is_small(self.probe, torch.cat([self.seen[patch] for patch in self.left_out], 1))
+
+    def is_cached(self, index: int) -> bool:
+        return self.skips
+
+    def remember(self, key: Any, added: Tensor) -> None:
+        if key[1] == "image":
+            self.kept.setdefault(key, added)[:, self.place.span] = added[:, self.place.span]
+        elif self.place.has_text:
+            self.kept[key] = added
+
+    def recalled(self, key: Any, start: Tensor | None) -> Tensor | None:
+        return start + self.kept[key] if start is not None and key in self.kept else None
+
+    def _decide(self, streams: Streams) -> Streams:
+        place = self.place
+        probe = streams["image"] - (self.began if self.first else 0)
+        if self.looks:
+            self.seen[place.patch] = probe[:, place.span]
+            return streams
+        if place.patch is None and self.step == place.warmup - 1 < place.call["num_inference_steps"] - 1:
+            self.skips = False
+        elif place.patch is None or not place.apart:
+            before = None if self.probe is None else self.probe[:, place.span]
+            self.skips = self.is_small(before, probe[:, place.span])
+        if self.skips:
+            for patch in self.left_out if place.patch is None else (place.patch,):
+                self.left_out[patch].append(self.step)
+        else:
+            self.probe = probe.clone() if self.probe is None else self.probe
+            self.probe[:, place.span] = probe[:, place.span]
+        return streams
 
 
 @contextmanager

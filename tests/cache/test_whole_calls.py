@@ -21,9 +21,8 @@ from ditile.cache.calls.scheduled import ScheduledSteps, weigh_by_reach
 from ditile.cache.config import DBCacheConfig
 from ditile.runner import caching
 from tests import tiny
-from tests.cache.hand_cache import HandCache
 from tests.parallel.pipefusion.simulated import TWO_CALLS, Case, arguments, distance, pipeline
-from tests.parallel.pipefusion.simulation import simulate
+from tests.parallel.pipefusion.simulation import Simulation
 from tests.parallel.sequence import planned
 from tests.pool import Pool
 from tests.runner.cases import MAKE, different, run, same
@@ -113,8 +112,7 @@ def test_stale_ranks_equal_the_simulation(pool: Pool, name: str, watched: bool) 
     """Latents are those of a simulation without ditile that leaves out the same steps. A failure means that keys are
     not those of the last computed step, or that a forecast was made of another patch's predictions."""
     case = CASES[name]
-    how: dict[str, Any] = {"method": case.method, "warmup": case.warmup, "patches": case.patches, "left_out": WEIGHTS}
-    wanted = simulate(family=case.family, pipe=pipeline(case), call=arguments(case), **how)
+    wanted = Simulation(pipeline(case), arguments(case), **case.simulation, left_out=WEIGHTS).draw()
     [world] = case.ranks
     for rank, (latents, _) in enumerate(pool.run(draw_case, world, name, world, watched)):
         assert distance(latents, wanted) < 1e-6, f"rank {rank}"
@@ -272,13 +270,6 @@ CACHED_CASES = {
 }
 
 
-def simulated(name: str, threshold: float) -> tuple[Tensor, HandCache]:
-    case, first, last, spare = CACHED_CASES[name]
-    cache = HandCache(first, last, threshold, spare, case.warmup, case.steps)
-    how = {"method": case.method, "warmup": case.warmup, "patches": case.patches, "cache": cache}
-    return simulate(family=case.family, pipe=pipeline(case), call=arguments(case), **how), cache
-
-
 def draw_cached(name: str, threshold: float, world: int) -> tuple[Tensor, list[dict[str, Any]]]:
     """What a rank gets, and what was decided on its stage."""
     case, first, last, spare = CACHED_CASES[name]
@@ -296,20 +287,25 @@ def draw_cached(name: str, threshold: float, world: int) -> tuple[Tensor, list[d
 def test_ranks_equal_the_simulation(pool: Pool, name: str) -> None:
     """Latents and left out patches are the simulation's. A failure means that patches were decided on together, or by
     two stages differently; that a residual was another patch's; or that keys of a left out patch were renewed."""
-    for threshold in (0.55, 0.4, 0.7, 0.3, 0.9) if CACHED_CASES[name].first else (0.15, 0.1, 0.2, 0.05, 0.3):
-        wanted, cache = simulated(name, threshold)
-        margin = min((abs(d - threshold) for d in cache.differences), default=0.0)
-        if any(cache.skipped.values()) and any(d > threshold for d in cache.differences) and margin > 1e-3:
+    case, first, last, spare = CACHED_CASES[name]
+    for threshold in (0.55, 0.4, 0.7, 0.3, 0.9) if first else (0.15, 0.1, 0.2, 0.05, 0.3):
+        how = {"first": first, "last": last, "threshold": threshold, "spare": spare}
+        simulation = Simulation(pipeline(case), arguments(case), **case.simulation, cache=how)
+        wanted = simulation.draw()
+        differences = [d for hand in simulation.hands for d in hand.differences]
+        skipped = {(k, p): steps for k, hand in enumerate(simulation.hands) for p, steps in hand.left_out.items()}
+        margin = min((abs(d - threshold) for d in differences), default=0.0)
+        if any(skipped.values()) and any(d > threshold for d in differences) and margin > 1e-3:
             break
     else:
-        pytest.fail(f"no threshold tells the steps apart: {cache.differences}")
-    [world] = CACHED_CASES[name].case.ranks
+        pytest.fail(f"no threshold tells the steps apart: {differences}")
+    [world] = case.ranks
     seen = set()
     for rank, (latents, [report]) in enumerate(pool.run(draw_cached, world, name, threshold, world)):
         assert distance(latents, wanted) < 1e-6, f"rank {rank}"
         for each in report["decisions"]:
             key = (each["branch"], each["patch"])
-            assert each["skipped"] == cache.skipped[key], f"rank {rank}, {key}"
+            assert each["skipped"] == skipped[key], f"rank {rank}, {key}"
             seen.add(key)
-    if CACHED_CASES[name].case.method == "pipefusion":
-        assert seen == set(cache.skipped)
+    if case.method == "pipefusion":
+        assert seen == set(skipped)

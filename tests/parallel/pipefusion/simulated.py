@@ -17,8 +17,7 @@ from torch import Tensor
 
 import ditile
 from tests import tiny
-from tests.parallel.pipefusion.attention import Keys
-from tests.parallel.pipefusion.simulation import Method, simulate
+from tests.parallel.pipefusion.simulation import Keys, Method, Simulation
 from tests.pool import Pool
 
 SHAPES = {"pixart": (1, 4, 16, 12), "sd3": (1, 4, 16, 12), "flux": (1, 48, 16)}  # 8 rows of 6 tokens each
@@ -53,6 +52,10 @@ class Case:
         if self.dtype == "float64":
             return 1e-6
         return 2e-5 if self.ddim else 1e-5
+
+    @property
+    def simulation(self) -> dict[str, Any]:
+        return {"method": self.method, "patches": self.patches, "warmup": self.warmup}
 
     def plan(self, ranks: int) -> ditile.Plan:
         if self.method == "distrifusion":
@@ -96,13 +99,12 @@ class Pictures:
         return self._pool.run(draw, ranks, self._cases[name])
 
     def simulated(self, name: str, keys: Keys = "stale", **changes: Any) -> Tensor:
-        """The latents of the simulation, by this or another method or warmup."""
+        """The latents of the simulation, by this or another method, warmup or number of patches."""
         case = self._cases[name]
-        how = {"method": case.method, "warmup": case.warmup} | changes
-        key = (name, f"{keys} {how}")
+        how: dict[str, Any] = case.simulation | {"keys": keys} | changes
+        key = (name, str(how))
         if key not in self._made:
-            pipe, call = pipeline(case), arguments(case)
-            self._made[key] = simulate(family=case.family, pipe=pipe, call=call, patches=case.patches, keys=keys, **how)
+            self._made[key] = Simulation(pipeline(case), arguments(case), **how).draw()
         return self._made[key]
 
     def plain(self, name: str) -> Tensor:

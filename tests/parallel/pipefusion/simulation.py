@@ -1,85 +1,29 @@
-"""The formulas of three schedulers, written out for one patch at a time. Noise levels are the stock scheduler's.
+"""Stale keys by hand: the pipeline's own loop, whose transformer predicts patch by patch from keys that were kept.
 
-Each `step(patch, step, prediction, x)` returns the patch's next latents. As in diffusers, flow matching and
-DPM-Solver++ round the sample to float32 first, whatever the dtype of the pipeline.
+diffusers' forward runs on the whole image once for each patch. Tokens act on each other in self-attention alone, so
+it is enough to put there the keys that the patch finds when its turn comes, and to take its part of the prediction.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from fractions import Fraction
 from typing import Any, Literal
+from unittest import mock
 
 import torch
-from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
+from torch.nn import functional
 
-from tests.cache.hand_cache import HandCache
-from tests.parallel.pipefusion.attention import Attention, Keys, Place
-from tests.parallel.pipefusion.simulated_families import FAMILIES, Family
-
-
-class FlowMatching:
-    """Euler's method on `dx/dsigma = v` (arXiv 2210.02747)."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._sigmas = scheduler.sigmas
-
-    def step(self, patch: int, step: int, v: Tensor, x: Tensor) -> Tensor:
-        moved = x.float() + (self._sigmas[step + 1] - self._sigmas[step]) * v
-        return moved.to(v.dtype)
-
-
-class Ddim:
-    """DDIM without noise: the predicted picture, noised again to the next level (arXiv 2010.02502, equation 12)."""
-
-    def __init__(self, scheduler: Any) -> None:
-        stride = scheduler.config.num_train_timesteps // len(scheduler.timesteps)
-        here = [int(t) for t in scheduler.timesteps]
-        self._alphas = [scheduler.alphas_cumprod[t] for t in here]
-        self._next = [scheduler.alphas_cumprod[t - stride] if t >= stride else torch.tensor(1.0) for t in here]
-
-    def step(self, patch: int, step: int, eps: Tensor, x: Tensor) -> Tensor:
-        now, then = self._alphas[step], self._next[step]
-        picture = (x - (1 - now) ** 0.5 * eps) / now**0.5
-        return then**0.5 * picture + (1 - then) ** 0.5 * eps
-
-
-class DpmSolver:
-    """DPM-Solver++(2M) (arXiv 2211.01095, algorithm 2), of first order in the first and in the last step.
-
-    The only one with a history: the last predicted picture, which belongs to a patch.
-    """
-
-    def __init__(self, scheduler: Any) -> None:
-        ratio = scheduler.sigmas
-        self._alpha = 1 / (ratio**2 + 1) ** 0.5
-        self._sigma = ratio * self._alpha
-        self._lambda = self._alpha.log() - self._sigma.log()
-        self._last = len(ratio) - 2
-        self._history: dict[int, Tensor] = {}
-
-    def step(self, patch: int, step: int, eps: Tensor, x: Tensor) -> Tensor:
-        picture = (x - self._sigma[step] * eps) / self._alpha[step]
-        before, self._history[patch] = self._history.get(patch), picture
-        h = self._lambda[step + 1] - self._lambda[step]
-        towards = picture
-        if before is not None and step < self._last:
-            ratio = (self._lambda[step] - self._lambda[step - 1]) / h
-            towards = picture + (picture - before) / (2 * ratio)
-        shrunk = self._sigma[step + 1] / self._sigma[step] * x.float()
-        return (shrunk + self._alpha[step + 1] * (1 - (-h).exp()) * towards).to(eps.dtype)
-
-
-SOLVERS: dict[type, Any] = {
-    FlowMatchEulerDiscreteScheduler: FlowMatching,
-    DDIMScheduler: Ddim,
-    DPMSolverMultistepScheduler: DpmSolver,
-}
-
+from tests.cache.hand import PatchHand
 
 Method = Literal["pipefusion", "distrifusion"]
+Keys = Literal["stale", "own", "frozen"]
+"""stale: as the paper says. Two are wrong on purpose: own: a patch sees nothing of the others; frozen: only what warmup
+left."""
+NOTHING: Mapping[int, tuple[float, ...]] = {}
+attend = functional.scaled_dot_product_attention
 
 
 def cut(rows: int, patches: int, text_rows: Fraction) -> list[int]:
@@ -92,79 +36,117 @@ def cut(rows: int, patches: int, text_rows: Fraction) -> list[int]:
     return [first] + [each + 1] * left_over + [each] * (patches - 1 - left_over)
 
 
-@torch.no_grad()
-def simulate(
-    method: Method, family: str, pipe: Any, call: dict[str, Any], patches: int, warmup: int, keys: Keys = "stale",
-    cache: HandCache | None = None, left_out: Mapping[int, tuple[float, ...]] | None = None,
-) -> Tensor:  # fmt: skip
-    """The latents that `pipe(**call)` should end with; `call` has the first ones.
+class Simulation:
+    """One image.
 
-    In the steps `left_out` no prediction is made: its weights of the newest two predictions of a patch give one. The
-    `warmup` counts the others.
+    In the steps `left_out` no prediction is made: its weights of the newest two predictions give one. The `warmup`
+    counts the others. `cache` has the settings of a `PatchHand`.
+
+    Attributes:
+        hands: the cache of each branch of guidance.
     """
-    model, apart = FAMILIES[family](pipe, call), method == "distrifusion"
-    rows = cut(model.rows, patches, Fraction(0 if apart else model.text, model.columns))
-    spans = [slice(sum(rows[:i]) * model.columns, sum(rows[: i + 1]) * model.columns) for i in range(patches)]
-    place = Place(spans, model.text, keys, apart)
-    scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
-    steps = call["num_inference_steps"]
-    sigmas = {"sigmas": [1 - i / steps for i in range(steps)]} if family == "flux" else {"num_inference_steps": steps}
-    scheduler.set_timesteps(**sigmas)
-    solver = SOLVERS[type(scheduler)](scheduler)
-    sizes = [size * model.unit for size in rows]
-    if cache is not None:
-        cache.place, cache.steps, model.chain = place, steps, cache.run
-    x = list(call["latents"].split(sizes, model.dim))
-    left_out = left_out or {}
-    made: list[list[Tensor]] = [[] for _ in range(patches)]  # the predictions of each patch, the newest first
-    with hand_attention(model, place) as layers:
-        for step, t in enumerate(scheduler.timesteps):
-            if cache is not None:
-                cache.step = step
-            if step in left_out:
-                for p in range(patches):
-                    sums = [w * prediction for w, prediction in zip(left_out[step], made[p], strict=False)]
-                    x[p] = solver.step(p, step, torch.stack(sums).sum(0), x[p])
-                continue
-            if len(made[0]) < warmup:
-                place.patch = None
-                whole = model.predict(x, t, place).split(sizes, model.dim)
-                for p in range(patches):
-                    made[p].insert(0, whole[p])
-                x = [solver.step(p, step, whole[p], x[p]) for p in range(patches)]
-            else:
-                seen = list(x) if apart else x  # at the same time: nobody sees what another has made of this step
-                if apart and cache is not None:
-                    look(cache, model, seen, t, place)
-                for p in range(patches):
-                    place.patch = p
-                    made[p].insert(0, model.predict(seen, t, place))
-                    x[p] = solver.step(p, step, made[p][0], x[p])
-            for layer in layers:
-                layer.end_step()
-    return torch.cat(x, model.dim)
+
+    def __init__(
+        self, pipe: Any, call: dict[str, Any], method: Method, patches: int, warmup: int, *, keys: Keys = "stale",
+        left_out: Mapping[int, tuple[float, ...]] = NOTHING, cache: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.pipe, self.call, self.forward = pipe, call, pipe.transformer.forward
+        self.apart, self.patches, self.warmup = method == "distrifusion", patches, warmup
+        self.keys, self.left_out, self.num_calls = keys, left_out, 0
+        branches = 2 if "true_cfg_scale" in call else 1
+        side = pipe.vae_scale_factor * 2
+        self.rows, self.columns = call["height"] // side, call["width"] // side
+        self.made: list[list[Tensor]] = [[] for _ in range(branches)]  # the newest first
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # keys and values by branch and layer
+        self.coming: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of patches that are made at the same time
+        self.hands = [PatchHand(pipe.transformer, self, **cache) for _ in range(branches) if cache is not None]
+
+    @torch.no_grad()
+    def draw(self) -> Tensor:
+        """Return the latents that a plan should end with."""
+        with mock.patch.object(self.pipe.transformer, "forward", self.predict):
+            latents: Tensor = self.pipe(**self.call).images
+            return latents
+
+    @property
+    def span(self) -> slice:
+        """The image tokens at hand."""
+        if self.patch is None:
+            return slice(None)
+        start = sum(self.sizes[: self.patch]) * self.columns
+        return slice(start, start + self.sizes[self.patch] * self.columns)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the text is computed with the tokens at hand."""
+        return self.apart or not self.patch
+
+    def predict(self, *args: Any, **kwargs: Any) -> tuple[Tensor]:
+        """In the place of the transformer's forward."""
+        step, self.branch = divmod(self.num_calls, len(self.made))
+        self.num_calls += 1
+        made = self.made[self.branch]
+        if step in self.left_out:
+            return (sum(weight * x for weight, x in zip(self.left_out[step], made, strict=False)),)  # type: ignore[return-value]
+        is_text_beside = type(self.pipe).__name__.startswith("PixArt")  # and has no place in self-attention
+        self.text = 0 if is_text_beside else kwargs["encoder_hidden_states"].shape[1]
+        self.sizes = cut(self.rows, self.patches, Fraction(0 if self.apart else self.text, self.columns))
+        for hand in self.hands:
+            hand.step = step
+        if len(made) < self.warmup:
+            made.insert(0, self.run(None, *args, **kwargs))
+            return (made[0],)
+        if self.apart and self.hands:
+            # It decides on the image, before any patch is made.
+            hand = self.hands[self.branch]
+            hand.looks = hand.skips = True  # nothing behind a probe is kept
+            for patch in range(self.patches):
+                self.run(patch, *args, **kwargs)
+            hand.end_look()
+            self.coming.clear()
+        whole = [self.run(patch, *args, **kwargs) for patch in range(self.patches)]
+        # Tokens, or rows of two pixels.
+        dim, unit = (1, self.columns) if whole[0].ndim == 3 else (2, 2)
+        parts = [x.split([unit * size for size in self.sizes], dim)[patch] for patch, x in enumerate(whole)]
+        made.insert(0, torch.cat(parts, dim))
+        self.kept |= self.coming
+        self.coming.clear()
+        return (made[0],)
+
+    def run(self, patch: int | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Return a prediction of which the patch's part counts."""
+        self.patch, self.layer = patch, 0
+        cached = self.hands[self.branch].hooked() if self.hands else nullcontext()
+        with cached, mock.patch.object(functional, "scaled_dot_product_attention", self.attend):
+            return self.forward(*args, **kwargs)[0]  # type: ignore[no-any-return]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """In the place of torch's: `[B, heads, tokens, channels]`."""
+        image = self.rows * self.columns
+        text = key.shape[2] - image
+        if text not in (0, self.text):
+            return attend(query, key, value, *args, **kwargs)  # to the text beside
+        place = (self.branch, self.layer)
+        self.layer += 1
+        if self.hands and self.hands[self.branch].is_inside_skip:
+            return query  # nobody computes it
+        # FLUX has the text in front, SD3 behind.
+        start = text if type(self.pipe).__name__.startswith("Flux") else 0
+        is_image = torch.zeros(key.shape[2], dtype=torch.bool)
+        is_image[start : start + image] = True
+        is_fresh = ~is_image if self.has_text else torch.zeros_like(is_image)
+        is_fresh[start : start + image][self.span] = True
+        kept = self.kept.get(place) or (torch.zeros_like(key), torch.zeros_like(value))
+        seen = _replace(kept, (key, value), is_fresh)
+        stays = is_fresh if self.keys != "frozen" or self.patch is None else is_fresh & ~is_image
+        if self.apart and self.patch is not None:
+            self.coming[place] = _replace(self.coming.get(place, kept), (key, value), stays)
+        else:
+            self.kept[place] = _replace(kept, (key, value), stays)
+        if self.keys == "own" and self.patch is not None:
+            seen = tuple(x[:, :, is_fresh | ~is_image] for x in seen)  # type: ignore[assignment]
+        return attend(query, *seen, *args, **kwargs)
 
 
-def look(cache: HandCache, model: Family, x: list[Tensor], t: Tensor, place: Place) -> None:
-    """All patches' probes, before any patch is made: DistriFusion decides on the image."""
-    cache.looking = True
-    for p in range(len(x)):
-        place.patch = p
-        model.predict(x, t, place)
-    cache.looking = False
-    branches = sorted({branch for branch, _ in cache.probes})
-    cache.decided = {branch: cache.decide(branch, list(range(len(x)))) for branch in branches}
-
-
-@contextlib.contextmanager
-def hand_attention(model: Family, place: Place) -> Iterator[list[Attention]]:
-    """Puts the attention by hand into the blocks, and takes it out again."""
-    stock = [(attn, attn.processor) for attn, _, _ in model.layers()]
-    layers = [cls(place, joint) for _, cls, joint in model.layers()]
-    for (attn, _), layer in zip(stock, layers, strict=True):
-        attn.processor = layer
-    try:
-        yield layers
-    finally:
-        for attn, processor in stock:
-            attn.processor = processor
+def _replace(old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], where: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(where[:, None], new[0], old[0]), torch.where(where[:, None], new[1], old[1])
