@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import StableDiffusion3Pipeline
 
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import PatchSchedule
 from ditile.plan.simulate import bound_speedup
 from ditile.runner.runner import parallelize
+from tests import tiny
 from tests.parallel.sequence.test_tokens import TOLERANCE
 from tests.pool import CaseError, Pool, on_ranks
 from tests.runner.cases import MAKE, close, divided, draw_plain, run, same
@@ -91,6 +93,25 @@ def test_rows_that_change_in_mid_run_are_refused(pool: Pool, plan: dict[str, Any
     """On whatever stage comes there first, which ends the run. A failure means that it computes with other rows."""
     with pytest.raises(CaseError, match="guidance ends in mid-run, which cannot be divided"):
         pool.run(guidance_ends, 2, {"pipefusion": 2, "warmup": 99} | plan)
+
+
+class EndsGuidance(StableDiffusion3Pipeline):  # type: ignore[misc]
+    """Ends guidance after the first step, by a property of its own that no callback changes."""
+
+    @property
+    def do_classifier_free_guidance(self) -> bool:
+        return not self.scheduler.step_index
+
+
+def end_guidance_unseen() -> None:
+    pipe = tiny.quiet(EndsGuidance(**MAKE["sd3.5 medium"]().components))
+    run(parallelize(pipe, Plan(pipefusion=2, patches=2, warmup=99)), "sd3.5 medium")
+
+
+def test_rows_that_change_unseen_are_refused(pool: Pool) -> None:
+    """A failure means that a stage waits for rows that the one before does not send."""
+    with pytest.raises(CaseError, match="the batch changed from 2 to 1 rows during the run"):
+        pool.run(end_guidance_unseen, 2)
 
 
 @pytest.mark.parametrize("axis", ["pipefusion", "distrifusion"])
