@@ -36,7 +36,6 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "recorded": (
         "tests/cache/test_cache_recorded.py",
-        "tests/model/test_recorded_calls.py",
         "tests/model/test_recorded_changes.py",
         "tests/model/test_recorded_steps.py",
         "tests/planner/test_recorded_gpu.py",

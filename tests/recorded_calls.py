@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -20,12 +20,16 @@ from ditile.distributed.recording.segments import (
     list_written_tensors,
 )
 from ditile.distributed.recording.tape import CURRENT, Action, Recording
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.recording import kept_tapes, recorded_steps
 from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.parallel.tensor import cuts
 from ditile.plan.plan import Plan
+from ditile.plan.schedule import MicroStep
 from ditile.runner import runner as runners
 from ditile.runner.graph_segments import GraphSegments, prepare_capture_stream
+from tests.zoo import ZOO, rows
 
 
 class OperatorSegments(TorchDispatchMode):
@@ -191,6 +195,47 @@ def record_on_cpu(
     is_patched = mock.patch.object(torch.cuda, "is_current_stream_capturing", is_capturing)
     with mock.patch.object(runners, "build_recorder", build), is_patched:
         yield made
+
+
+def generate(runner: Any, name: str, seed: int = 0, **more: Any) -> list[Tensor]:
+    """Return the results of a call of the zoo, of five steps."""
+    call = ZOO[name].call() | {"num_inference_steps": 5} | more
+    return [x.clone() for x in rows.list_tensors(runner(**call | {"generator": torch.Generator().manual_seed(seed)}))]
+
+
+def draw_both_ways(
+    make: Callable[[], Any],
+    plan: Plan,
+    draw: Callable[[Any], Sequence[Tensor]],
+    segments: Callable[[], OperatorSegments] = OperatorSegments,
+    limit_bytes: int = sys.maxsize,
+) -> tuple[Sequence[Tensor], RecordedSteps]:
+    """Check that a runner draws with recorded calls what it draws without, and return that and the recorder.
+
+    Messages and the ages of keys are compared too.
+
+    Args:
+        draw: makes calls of a runner and returns what they give.
+    """
+    drawn, seen = [], []
+    with record_on_cpu(segments, limit_bytes) as recorders:
+        for recorded in (False, True):
+            checks = AgeChecks()
+            runner = runners.parallelize(make(), plan, cuda_graphs=recorded, checks=checks, trust_code=True)
+            drawn.append(draw(runner))
+            seen.append((dict(runner.mesh.traffic.bytes), dict(runner.mesh.traffic.calls), checks.passed))
+    equal = list(map(torch.equal, *drawn))
+    assert len(drawn[0]) == len(drawn[1]) and all(equal), equal
+    assert seen[0] == seen[1]
+    return drawn[0], recorders[0]
+
+
+@torch.no_grad()
+def run_step(
+    recorder: RecordedSteps, model: nn.Module, call: Callable[..., Tensor], x: Tensor, step: int = 1
+) -> Tensor:
+    """Return what a recorder makes of a call of a model in a step."""
+    return recorder.run_call(Generation(calls=1, micro_step=MicroStep(step, None)), model, call, (x,), {})
 
 
 @contextmanager
