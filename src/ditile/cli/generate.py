@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import ditile
 from ditile.cli.latents import LatentsFacts, LatentsKeeper, Part, describe_config, explain_unkept, find_cut_size
 from ditile.cli.outcome import NUM_PERF_CALLS, RunnerCallResult, compute_median_reports, summarize_outcome
-from ditile.distributed.transport import gather_json
+from ditile.distributed.transport import describe_dtype, gather_json
 from ditile.model.pipeline_calls import find_call_owner, list_call_parameters
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments, JsonObject
@@ -91,15 +91,21 @@ def generate_images(
                 part = missing[start : start + num_in_call]
                 make_call = functools.partial(_build_call, pipe, base, part, request, plan, conditions)
                 if run.warm and start == 0:
-                    _warm(runner, make_call(), cache)
+                    is_cached = cache.build_cache_arguments()["cache_config"] is not None
+                    with convert_value_errors(pipe):
+                        warm_runner(runner, make_call(), is_cached=is_cached)
                 keeper = _build_keeper(pipe, request, run, kind, part, base, texts)
                 paths = [line.path for line in part]
                 shows_frames = is_first and not shows_prompts
                 call_results.append(_call_and_report(runner, make_call, cache, keeper, paths, shown=shows_frames))
                 advance(len(part))
         # Written after the images, which must not be lost if the trace cannot be written.
-        if missing:
-            _write_trace(runner, run.trace)
+        if missing and run.trace is not None:
+            try:
+                runner.write_trace(run.trace)
+            except OSError as error:
+                message = f"trace={run.trace!r} cannot be written: {error.strerror}; the images are there"
+                raise ModelError(message) from error
     if not is_first:
         return None
     return summarize_outcome(request, plan, cache, lines, call_results, skipped=num_made, kind=kind, promise=promise)
@@ -152,7 +158,11 @@ def _build_keeper(
     dtype = ""
     if refusal is None:
         parts = {name: describe_config(part) for name, part in pipe.components.items() if name in get_args(Part)}
-        dtype = str(pipe.vae.dtype).removeprefix("torch.")
+        dtype = describe_dtype(pipe.vae)
+    frames = 0
+    frames_name = find_argument(pipe, FRAME_COUNTS)
+    if frames_name is not None:
+        frames = call.get(frames_name, list_call_parameters(pipe)[frames_name].default) or 0
     facts = LatentsFacts(
         model=request.model,
         components={name: file for name, file in request.components.items() if name in parts},
@@ -160,18 +170,13 @@ def _build_keeper(
         parts=parts,
         kind=kind,
         fps=choose_fps(pipe, request, call),
-        frames=_count_frames(pipe, call),
+        frames=frames,
         size=find_cut_size(pipe, call),
         pictures=[(line.prompt, line.seed) for line in lines],
         settings=describe_settings(pipe, call, texts),
         texts=texts,
     )
     return LatentsKeeper(facts, Path(lines[0].path), run.save_latents)
-
-
-def _warm(runner: Runner, call: CallArguments, cache: CacheOptions) -> None:
-    with convert_value_errors(runner.pipe):
-        warm_runner(runner, call, is_cached=cache.build_cache_arguments()["cache_config"] is not None)
 
 
 def _call_and_report(
@@ -231,15 +236,6 @@ def _build_call(
     return base | build_object_arguments(pipe, request, seeds, conditions=conditions)
 
 
-def _count_frames(pipe: Any, call: CallArguments) -> int:
-    """Count the frames of each video of a call; 0 if they are not known."""
-    name = find_argument(pipe, FRAME_COUNTS)
-    if name is None:
-        return 0
-    frames = call.get(name, list_call_parameters(pipe)[name].default)
-    return frames if isinstance(frames, int) else 0
-
-
 @contextlib.contextmanager
 def show_decoded_frames(vae: Any, left: int, *, shown: bool) -> Iterator[None]:
     """Show the progress of decoding so many frames of videos, after the progress of the steps."""
@@ -269,12 +265,3 @@ def show_decoded_frames(vae: Any, left: int, *, shown: bool) -> Iterator[None]:
         hook = decoder.register_forward_hook(count_decoded)
         stack.callback(hook.remove)
         yield
-
-
-def _write_trace(runner: Runner, path: str | None) -> None:
-    """Write the trace of the last call if there is a path; all ranks call it."""
-    try:
-        if path is not None:
-            runner.write_trace(path)
-    except OSError as error:
-        raise ModelError(f"trace={path!r} cannot be written: {error.strerror}; the images are there") from error

@@ -40,7 +40,7 @@ from ditile.plan.errors import (
     read_message,
     suggest_nearest,
 )
-from ditile.plan.extras import import_lab
+from ditile.plan.extras import import_lab, require_extra
 from ditile.plan.flag_parser import (
     FlagParser,
     add_arguments,
@@ -53,7 +53,13 @@ from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.choose import choose_within_bounds, resolve_plan_option
 from ditile.planner.promise import Bounds, take_reference_steps
 from ditile.planner.question import PlanQuestion
-from ditile.runner.model_files import check_model_file, defaults, find_index_file, find_model_source
+from ditile.runner.model_files import (
+    check_model_file,
+    check_weight_source,
+    defaults,
+    find_index_file,
+    find_model_source,
+)
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.console import (
     LINE_WIDTH,
@@ -463,21 +469,32 @@ def _run_decode_command(arguments: argparse.Namespace) -> int:
 
 
 def _run_serve_command(arguments: argparse.Namespace) -> int:
-    from ditile.cli.serve import serve_model
-
     options = build_options(ServeOptions, arguments)
     cache = build_options(CacheOptions, arguments)
+    options = dataclasses.replace(options, attention=cache.choose_attention_backend(options.attention))
     plan = _build_plan(arguments, cache)
     request = GenerateOptions(model=options.model, transformer=options.transformer, component=options.component)
     run = RunOptions(cuda_graphs=options.cuda_graphs, profile=options.profile)
     plan, chosen = resolve_plan_option(options.plan, request, run, plan, options.max_replicas)
-    # Calls of a transformer alone have no steps and no size.
-    if options.forward is None:
-        if options.plan is None:
-            plan = _share_short_warmup(plan, arguments, options.model)
-        check_known_model(request, plan)
+    if options.forward is not None:
+        from ditile.serve.forward.server import run_forward_server
+
+        # Calls of a transformer alone have no steps and no size.
+        _print_choice(chosen)
+        return run_forward_server(options, plan, cache)
+    if options.plan is None:
+        plan = _share_short_warmup(plan, arguments, options.model)
+    check_known_model(request, plan)
+    require_extra("serve", "the server")
+    find_model_source(options.model, components=options.components)
+    for choice in cache.loras.values():
+        check_weight_source(choice.source, "lora")
+    if options.text_after == "free":
+        raise ModelError("text_after='free': every request has a prompt to encode; use offload or keep")
     _print_choice(chosen)
-    return serve_model(options, plan, cache)
+    from ditile.serve.server import run_server
+
+    return run_server(options, plan, cache)
 
 
 def _run_models_command(arguments: argparse.Namespace) -> int:

@@ -83,10 +83,8 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     for part in (router, images.router, videos.router):
         app.include_router(part)
-    app.add_exception_handler(DitileError, _answer_exception)
-    app.add_exception_handler(HTTPException, _answer_exception)
-    app.add_exception_handler(RequestValidationError, _answer_bad_parameter)
-    app.add_exception_handler(Exception, _answer_unexpected_error)
+    for error_class in (DitileError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(error_class, _answer_exception)
     return app
 
 
@@ -211,17 +209,3 @@ async def _describe_model(http: HttpRequest) -> JsonObject:
 async def _answer_exception(_: HttpRequest, error: Exception) -> Response:
     headers: Mapping[str, str] = getattr(error, "headers", None) or {}
     return answer_error(convert_error(error), dict(headers))
-
-
-async def _answer_bad_parameter(_: HttpRequest, error: Exception) -> Response:
-    """Answer a request whose address has a parameter of the wrong type."""
-    assert isinstance(error, RequestValidationError)
-    problem = error.errors()[0]
-    name = str(problem["loc"][-1])
-    message = problem["msg"]
-    return answer_error(RequestError(f"{name}: {message}", param=name))
-
-
-async def _answer_unexpected_error(_: HttpRequest, error: Exception) -> Response:
-    """Answer an unexpected exception with one line. Its traceback is in the log."""
-    return answer_error(RequestError("the server failed; its log says why", status=500, code="internal"))

@@ -112,8 +112,8 @@ class Replica(ABC):
         # Why the ranks are to be ended at once.
         self._kill_reason: DitileError | None = None
         self._has_ended = asyncio.Event()
-        self._stopped_id = ""
-        self._stopped_at = 0.0
+        # When the ranks were first told to stop their batch.
+        self._stopped_at: float | None = None
         self._next_stop: asyncio.TimerHandle | None = None
         # Seconds without a batch after which the ranks end. None keeps them.
         self._idle_seconds = setup.options.idle_unload
@@ -150,6 +150,7 @@ class Replica(ABC):
         self._stop_idle_timer()
         self.state = "drawing"
         self._batch_id = batch.id
+        self._stopped_at = None
         self._sender.submit(self._deliver, *batch.to_message())
         self._tell("begun", batch.id)
 
@@ -158,8 +159,7 @@ class Replica(ABC):
         if self._batch_id != batch_id or self.state != "drawing" or self._is_ending.is_set():
             return
         now = time.monotonic()
-        if self._stopped_id != batch_id:
-            self._stopped_id = batch_id
+        if self._stopped_at is None:
             self._stopped_at = now
         elif now - self._stopped_at > STOP_LIMIT:
             self._kill_reason = RankError(0, "hangs", f"a stopped call did not end in {STOP_LIMIT:.0f} s")
@@ -338,7 +338,7 @@ class LocalReplica(Replica):
             return error
         except (OSError, RuntimeError) as error:
             # The disk is full, or there are too many open files, processes or threads for the moment.
-            return describe_failed_start(error)
+            return RankError(0, NOT_STARTED, f"{NOT_STARTED}: {describe_class_and_text(error)}")
         return StateError("the ranks have left")
 
     def _receive_messages(self, links: Sequence[SocketLink]) -> None:
@@ -434,8 +434,3 @@ def _name_end(error: DitileError) -> str:
     if isinstance(error, RankError):
         return f"rank {error.rank}: {cause}"
     return f"the ranks: {cause}"
-
-
-def describe_failed_start(error: Exception) -> RankError:
-    """Return the error of ranks whose processes could not be started."""
-    return RankError(0, NOT_STARTED, f"{NOT_STARTED}: {describe_class_and_text(error)}")

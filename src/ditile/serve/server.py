@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 import resource
 import signal
@@ -12,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -48,17 +49,15 @@ MAX_CONNECTIONS = 4096
 NUM_THREADS = 8
 # A repeated exception is logged once in this many seconds.
 REPEAT_SECONDS = 60.0
-Predict = Callable[[], Awaitable[JsonObject]]
 
 
-def run_server(options: ServeOptions, plan: Plan, cache: CacheOptions, predict: Predict) -> int:
+def run_server(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit code.
 
     With `exit_on_failure` it also ends when the ranks have failed.
 
     Args:
         options, plan, cache: the model to serve, and the settings of the ranks.
-        predict: returns what `/v1/plan` reports about the plan in addition to measurements, as JSON types.
 
     Raises:
         DitileError: if the address is taken, the state folder cannot be used, or the model cannot run with this plan
@@ -68,7 +67,7 @@ def run_server(options: ServeOptions, plan: Plan, cache: CacheOptions, predict: 
         # The state folder's name contains the port, so for port 0 the port that the system chose must be known.
         options = dataclasses.replace(options, port=listener.getsockname()[1])
         with write_access_log(sys.stdout):
-            return asyncio.run(_serve_until_told(options, plan, cache, predict, listener))
+            return asyncio.run(_serve_until_told(options, plan, cache, listener))
 
 
 def open_listener(options: ServeOptions) -> socket.socket:
@@ -107,9 +106,7 @@ def choose_replicas(options: ServeOptions, plan: Plan, cache: CacheOptions) -> R
     return make_replica
 
 
-async def _serve_until_told(
-    options: ServeOptions, plan: Plan, cache: CacheOptions, predict: Predict, listener: socket.socket
-) -> int:
+async def _serve_until_told(options: ServeOptions, plan: Plan, cache: CacheOptions, listener: socket.socket) -> int:
     make_replica = choose_replicas(options, plan, cache)
     service = Service(options, make_replica, {"cache": cache.describe_settings(hide_local_path)})
     app = create_app(service)
@@ -139,7 +136,7 @@ async def _serve_until_told(
             add_page(app, service)
             serving = asyncio.create_task(server.serve([listener]))
             ready = asyncio.create_task(_announce(service, listener, plan))
-            failed = asyncio.create_task(_watch_ranks(service, predict, server))
+            failed = asyncio.create_task(_watch_ranks(service, plan, server))
             await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
             if ready.done() and ready.exception() is not None:
                 server.should_exit = True
@@ -367,13 +364,42 @@ async def _announce(service: Service, listener: socket.socket, plan: Plan) -> No
     print(f"ditile: {model} on http://{host}:{port}", file=sys.stderr, flush=True)
 
 
-async def _watch_ranks(service: Service, predict: Predict, server: uvicorn.Server) -> None:
-    """Ask for the prediction once the ranks are ready, and return when they have failed."""
+async def _watch_ranks(service: Service, plan: Plan, server: uvicorn.Server) -> None:
+    """Predict the time of a call once the ranks are ready, and return when they have failed."""
     # The prediction waits because it keeps one core busy for some seconds, and the ranks need the cores to start.
     # If they do not start, `_announce` reports the error.
     with contextlib.suppress(DitileError):
         await service.wait_until_ready()
-        service.plan_facts |= await predict()
+        service.plan_facts |= await _predict_call(service.options, plan)
     await service.wait_until_failed()
     if service.options.exit_on_failure:
         server.should_exit = True
+
+
+async def _predict_call(options: ServeOptions, plan: Plan) -> JsonObject:
+    """Return the prediction of `ditile plan` on this machine, as JSON types; empty if it was never measured.
+
+    It runs in a process of its own, as it needs torch.
+    """
+    if options.profile is None and not env.find_profile_path().exists():
+        return {}
+    flags = [f"--component={name}={file}" for name, file in options.components.items()]
+    if options.profile is not None:
+        flags.append(f"--profile={options.profile}")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "ditile", "plan", "--model", options.model, *flags),
+        *("--price", str(plan), "--devices", str(plan.world), "--json", "-"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        answer, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    # If the model cannot be planned, there is no prediction.
+    if process.returncode != 0:
+        return {}
+    return {"predicted": json.loads(answer)}

@@ -128,9 +128,9 @@ class Service:
         await self._has_started.wait()
         if self._refusal is not None:
             raise self._refusal
+        # The ranks may have failed, or the server may have ended before they were ready.
         self._check_not_failed()
-        if self._facts is None:
-            raise NotReadyError("the server ended before its ranks had loaded the model")
+        _ = self.facts
 
     async def wait_until_failed(self) -> None:
         """Wait until every replica has failed in all of its starts."""
@@ -200,8 +200,6 @@ class Service:
         Raises:
             JobNotFoundError: if `after` is not a job of this owner and kind.
         """
-        if after is not None and self.find_job(after, owner).kind != kind:
-            raise JobNotFoundError(f"no {kind} has the id {after!r}")
         jobs = []
         for state in self._states.values():
             if state.job.owner == owner and state.job.kind == kind:
@@ -210,7 +208,10 @@ class Service:
             jobs.reverse()
         first = 0
         if after is not None:
-            first = [job.id for job in jobs].index(after) + 1
+            ids = [job.id for job in jobs]
+            if after not in ids:
+                raise JobNotFoundError(f"no {kind} has the id {after[:64]!r}; it may have expired")
+            first = ids.index(after) + 1
         return jobs[first : first + limit]
 
     def watch(self, job_id: str) -> AsyncIterator[Job]:
@@ -393,24 +394,22 @@ class Service:
                 failure = Failure(code="internal", message=message)
                 self._end_job(state, JobOutcome(state="failed", failure=failure))
         # Meanwhile jobs may have been cancelled, the server may be stopping, and the ranks may be lost.
-        if not batch.open:
-            self._release_batch(batch)
-        elif self._end is not None:
+        if self._end is not None:
             self._leave_to_next_server(batch.open)
-            self._release_batch(batch)
         elif batch.replica.state != "ready":
             # Reversed, because each is put at the front of the queue.
             for state in reversed(batch.open):
                 state.batch = None
                 self._queue.put_back_job(state.job)
-            self._release_batch(batch)
-        else:
+        elif batch.open:
             batch.is_sent = True
             jobs = []
             for state in batch.open:
                 job = state.job
                 jobs.append(BatchJob(job.id, job.request, inputs.get(job.id, {})))
             batch.replica.generate(Batch(batch.id, jobs))
+            return
+        self._release_batch(batch)
 
     def _release_batch(self, batch: RunningBatch) -> None:
         """Free the replica of a batch for the next one."""

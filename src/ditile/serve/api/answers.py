@@ -9,6 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -128,7 +129,7 @@ def find_facts(http: HttpRequest, kind: Kind) -> ModelFacts:
 
 
 def convert_error(error: Exception) -> RequestError:
-    """Convert an error of ditile or of the routes to its response."""
+    """Convert any error to its response."""
     if isinstance(error, RequestError):
         return error
     message = str(error)
@@ -143,6 +144,14 @@ def convert_error(error: Exception) -> RequestError:
     if isinstance(error, HTTPException):
         message, code = _ROUTE_ERRORS.get(error.status_code, (str(error.detail), f"http_{error.status_code}"))
         return RequestError(message, status=error.status_code, code=code)
+    # The address has a parameter of the wrong type.
+    if isinstance(error, RequestValidationError):
+        problem = error.errors()[0]
+        name = str(problem["loc"][-1])
+        return RequestError(f"{name}: {problem['msg']}", param=name)
+    # Its traceback is in the log.
+    if not isinstance(error, DitileError):
+        return RequestError("the server failed; its log says why", status=500, code="internal")
     # The text of any other error is only for the log.
     LOG.error("a request failed: %s", message)
     message = "the server cannot do this now; its log says why"

@@ -38,7 +38,6 @@ Text = Annotated[str, AfterValidator(_refuse_no_text)]
 Whole = Annotated[int, BeforeValidator(_refuse_bool)]
 Real = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
 Count = Annotated[Whole, Field(ge=1, le=MOST)]
-Scale = Real
 # -1 asks for a random seed; torch accepts at most 63 bits.
 Seed = Annotated[Whole, Field(ge=-1, lt=2**63)]
 
@@ -47,7 +46,7 @@ class LoraField(BaseModel):
     """A LoRA as some clients name it."""
 
     name: Text
-    scale: Scale = 1.0
+    scale: Real = 1.0
 
 
 class RequestFields(BaseModel):
@@ -64,11 +63,11 @@ class RequestFields(BaseModel):
     height: Count | None = Field(None, description="pixels, instead of size", examples=[1024])
     seed: Seed | None = Field(None, description="of the first image; random by default, and answered", examples=[7])
     num_inference_steps: Count | None = Field(None, description="denoising steps", examples=[28])
-    guidance_scale: Scale | None = Field(None, description="how strongly the prompt guides", examples=[3.5])
-    true_cfg_scale: Scale | None = Field(None, description="the same by a second branch", examples=[4.0])
+    guidance_scale: Real | None = Field(None, description="how strongly the prompt guides", examples=[3.5])
+    true_cfg_scale: Real | None = Field(None, description="the same by a second branch", examples=[4.0])
     negative_prompt: Text | None = Field(None, description="what to keep out", examples=["blurry"])
-    strength: Scale | None = Field(None, description="how far the result may depart from the image", examples=[0.6])
-    lora: Text | LoraField | dict[Text, Scale] | None = Field(
+    strength: Real | None = Field(None, description="how far the result may depart from the image", examples=[0.6])
+    lora: Text | LoraField | dict[Text, Real] | None = Field(
         None, description="a LoRA of the server, or name: scale of several", examples=[{"style": 0.8}]
     )
     computed_steps: Count | None = Field(
@@ -170,7 +169,7 @@ def validate_fields(fields_class: type[FieldsT], values: JsonObject, own_values:
         RequestError: if a field has the wrong type or is missing; the message suggests a value.
     """
     try:
-        return fields_class.model_validate(dict(values))
+        return fields_class.model_validate(values)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False)[0]
     if not problem["loc"]:

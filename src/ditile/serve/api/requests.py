@@ -98,9 +98,6 @@ def build_request(
         inputs[INPUT_MASK] = mask
     width, height = parse_size(fields, facts, options, images)
     generate_options = _build_options(fields, facts, options, list(inputs), width, height)
-    timeout = fields.timeout
-    if timeout is not None:
-        timeout = min(timeout, options.timeout)
     num_previews = 0
     if isinstance(fields, ImageFields) and fields.stream:
         num_previews = fields.partial_images
@@ -118,7 +115,7 @@ def build_request(
         loras=choose_loras(fields.lora, facts, options),
         computed_steps=fields.computed_steps,
         bounds=Bounds(seconds=fields.within_seconds, min_psnr=fields.min_psnr),
-        timeout=timeout,
+        timeout=fields.timeout,
         client=client,
     )
     return request, inputs

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ditile.distributed.transport import describe_dtype
 from ditile.model.fingerprint import fingerprint
 from ditile.plan.errors import DitileError, ModelError, join_error_lines, quote_value
 from ditile.plan.option_classes import CallArguments, JsonObject
@@ -76,7 +77,7 @@ class ForwardRank:
         # Private items are of this machine, such as the folder of the weights.
         config = {name: value for name, value in values.items() if not name.startswith("_")}
         config = json.loads(json.dumps(config, default=str))
-        dtype = str(self._transformer.dtype).removeprefix("torch.")
+        dtype = describe_dtype(self._transformer)
         return {"model": type(self._transformer).__name__, "config": config, "dtype": dtype}
 
     def _describe_failure(self, error: Exception) -> str:
@@ -126,7 +127,7 @@ class ForwardRank:
         entries = []
         contents = []
         for tensor in tensors:
-            entries.append({"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)})
+            entries.append({"dtype": describe_dtype(tensor), "shape": list(tensor.shape)})
             # numpy does not know bfloat16.
             numbers = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
             contents.append(numbers.tobytes())
