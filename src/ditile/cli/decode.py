@@ -105,12 +105,7 @@ def _load_parts(options: DecodeOptions, plan: Plan, facts: LatentsFacts, device:
 
 @torch.no_grad()
 def decode_inputs(pipe: Any, facts: LatentsFacts, tensors: Mapping[str, Tensor]) -> Any:
-    """Decode what the VAEs of a call were given, and return its images, or its videos with their sound.
-
-    Args:
-        pipe: has what decodes as attributes.
-        tensors: of the file.
-    """
+    """Decode what the VAEs of a call were given, and return its images, or its videos with their sound."""
     inputs: Any = defaultdict(dict)
     for name, tensor in tensors.items():
         part, _, argument = name.partition(".")

@@ -299,9 +299,7 @@ def _print_choice(lines: list[str], *, to_stderr: bool = False) -> None:
 
 
 def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -> Plan:
-    """Return the plan with warmup_mode=auto for a model of few steps, since a server does not know the steps of a
-    request.
-    """
+    """Return the plan with warmup_mode=auto for a model of few steps: a server knows no steps of a request."""
     if collect_arguments(Plan, arguments).keys() & {"warmup", "warmup_mode"}:
         return plan
     can_share = min(plan.pipefusion, plan.num_patches) > 1 and plan.token_ranks * plan.tensor == 1

@@ -46,8 +46,7 @@ def read_matrix() -> JsonObject:
 
 
 def build_matrix_tables(matrix: JsonObject) -> list[Table]:
-    """Build the tables of `ditile models`, 80 columns wide. Families with no row in the method table are grouped by
-    support level."""
+    """Build the tables of `ditile models`, 80 columns wide, with a level of support for families without methods."""
     classes = Table("family")
     # Users copy class names, so these are not wrapped; family names are, in a narrow terminal.
     classes.add_column("transformer", no_wrap=True)
@@ -87,7 +86,6 @@ def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
     A part of a name is enough.
 
     Args:
-        matrix: the result of `read_matrix`.
         name: part of a hub id, or of the name of a model, family, transformer or pipeline.
 
     Raises:

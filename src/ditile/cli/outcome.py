@@ -95,7 +95,6 @@ def summarize_outcome(
         call_results: those of all calls; empty if there was none.
         kind: what they are; videos have posters.
         skipped: the number of files that were there before.
-        promise: the promise of bounds.
     """
     reports = sum_reports([call_result.reports for call_result in call_results])
     first = reports[0] if reports else _NO_REPORT

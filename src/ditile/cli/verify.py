@@ -13,6 +13,7 @@ Only rank 0 needs the whole model, for the first check. The tests run the same f
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import itertools
@@ -190,15 +191,14 @@ def run_plan_checks(
     assert runner.report is not None
     sent = runner.report.sent
     # The first call rehearses, with more waits and calls of the model than the schedule has.
-    sync_counter = _HostSyncCounter(runner, steps)
     # The arguments are the same, with a new generator of the same seed.
-    with sync_counter.count_host_syncs():
-        second = _digest_call_result(runner, call, reference)
+    digest_second = functools.partial(_digest_call_result, runner, call, reference)
+    second, sync_check = _check_host_syncs(runner, steps, digest_second)
     runner.forget_recorded_steps()
     checks += [
         _check_repeatability(runner, first, second),
         _check_key_ages(runner, ages, steps),
-        sync_counter.check_host_syncs(),
+        sync_check,
         _check_traffic_bytes(runner, sent),
         _check_memory_growth(runner, bytes_after_first, _measure_tensor_bytes(runner)),
     ]
@@ -316,73 +316,58 @@ def _check_memory_growth(runner: Runner, before: int, after: int) -> Check:
     return Check("a second call needs no more memory", not problems, "; ".join(problems) or says)
 
 
-class _HostSyncCounter:
-    """A counter of the host's waits for the device in the micro-steps after the first stale step.
+def _check_host_syncs(
+    runner: Runner, steps: int, make_call: Callable[[], tuple[str, float]]
+) -> tuple[tuple[str, float], Check]:
+    """Make a call, and check that the host does not wait for the device in the micro-steps after the first stale step.
 
     Earlier micro-steps may wait, since they compute what is remembered, and schedulers look up their step.
     """
+    name = "the CPU does not wait for the GPU within steps"
+    device = torch.device(runner.devices[runner.mesh.rank])
+    if any(torch.device(text).type != "cuda" for text in runner.devices):
+        return make_call(), Check(name, None, "not needed: there is no GPU")
+    if runner.mesh.everyone is not None and not is_on_gpu(device, runner.mesh.everyone):
+        says = "not counted: gloo carries messages through the CPU, which waits for each"
+        return make_call(), Check(name, None, says)
+    schedule = PatchSchedule.from_plan(runner.plan, steps)
+    micro_steps = [len(schedule.list_micro_steps(step)) for step in range(steps)]
+    first_step = min(steps - 1, schedule.warmup + 1)
+    job = runner.job()
+    model_calls = []
+    for step, num_patches in enumerate(micro_steps):
+        calls_per_patch = 1
+        if job is not None:
+            calls_per_patch = job.count_calls_in_step(step)
+        model_calls.append(calls_per_patch * num_patches)
+    first = sum(model_calls[:first_step])
+    last = sum(model_calls)
+    numbers = itertools.count()
 
-    def __init__(self, runner: Runner, steps: int) -> None:
-        self._runner = runner
-        schedule = PatchSchedule.from_plan(runner.plan, steps)
-        self._micro_steps = [len(schedule.list_micro_steps(step)) for step in range(steps)]
-        self._first_step = min(steps - 1, schedule.warmup + 1)
-        self._places: list[str] = []
-        self._calls = 0
-        device = torch.device(runner.devices[runner.mesh.rank])
-        self._reason_not_counted = ""
-        if device.type != "cuda":
-            self._reason_not_counted = "not needed: there is no GPU"
-        elif runner.mesh.everyone is not None and not is_on_gpu(device, runner.mesh.everyone):
-            self._reason_not_counted = "not counted: gloo carries messages through the CPU, which waits for each"
+    def update_sync_mode(*_: Any) -> None:
+        # No warnings after the last call, when the pipeline reads its result.
+        mode = "warn" if first <= next(numbers) < last - 1 else "default"
+        torch.cuda.set_sync_debug_mode(mode)
 
-    @contextlib.contextmanager
-    def count_host_syncs(self) -> Iterator[None]:
-        """Count host syncs within the context."""
-        if self._reason_not_counted:
-            yield
-            return
-        job = self._runner.job()
-        calls = []
-        for step, micro_steps in enumerate(self._micro_steps):
-            calls_per_patch = 1
-            if job is not None:
-                calls_per_patch = job.count_calls_in_step(step)
-            calls.append(calls_per_patch * micro_steps)
-        first = sum(calls[: self._first_step])
-        last = sum(calls)
-
-        def update_sync_mode(*_: Any) -> None:
-            # No warnings after the last call, when the pipeline reads its result.
-            mode = "warn" if first <= self._calls < last - 1 else "default"
-            self._calls += 1
-            torch.cuda.set_sync_debug_mode(mode)
-
-        handle = find_loop_model(self._runner.pipe).register_forward_pre_hook(update_sync_mode)
-        try:
-            # torch.cuda warns of each wait.
-            with warnings.catch_warnings(record=True) as messages:
-                warnings.simplefilter("always")
-                yield
-            for message in messages:
-                if "synchroniz" in str(message.message):
-                    self._places.append(f"{os.path.basename(message.filename)}:{message.lineno}")
-        finally:
-            handle.remove()
-            torch.cuda.set_sync_debug_mode("default")
-
-    def check_host_syncs(self) -> Check:
-        """Check the counts of all ranks."""
-        name = "the CPU does not wait for the GPU within steps"
-        answers = gather_json(self._places, self._runner.mesh.everyone)
-        if self._reason_not_counted:
-            return Check(name, None, self._reason_not_counted)
-        count = max(map(len, answers))
-        says = f"{count} waits in {sum(self._micro_steps[self._first_step :])} computations of a patch"
-        places = sorted(set[str]().union(*answers))
-        if places:
-            says += f": {', '.join(places)}"
-        return Check(name, count == 0, says)
+    handle = find_loop_model(runner.pipe).register_forward_pre_hook(update_sync_mode)
+    try:
+        # torch.cuda warns of each wait.
+        with warnings.catch_warnings(record=True) as messages:
+            warnings.simplefilter("always")
+            result = make_call()
+    finally:
+        handle.remove()
+        torch.cuda.set_sync_debug_mode("default")
+    places = []
+    for message in messages:
+        if "synchroniz" in str(message.message):
+            places.append(f"{os.path.basename(message.filename)}:{message.lineno}")
+    answers = gather_json(places, runner.mesh.everyone)
+    count = max(map(len, answers))
+    says = f"{count} waits in {sum(micro_steps[first_step:])} computations of a patch"
+    if count:
+        says += f": {', '.join(sorted(set[str]().union(*answers)))}"
+    return result, Check(name, count == 0, says)
 
 
 # The measurements that the checks compare.

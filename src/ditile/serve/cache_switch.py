@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 class CacheSwitch:
     """The cache of the running request; by default the server's own.
 
-    Args:
-        runner: the runner in which the cache is replaced.
-
     Attributes:
         is_replaced: whether the cache is that of a request.
     """

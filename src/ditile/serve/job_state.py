@@ -23,7 +23,7 @@ class JobOutcome:
         accepts_result: whether a result that still arrives replaces this outcome.
     """
 
-    state: State
+    state: State = "failed"
     failure: Failure | None = None
     result: JobResult | None = None
     accepts_result: bool = False

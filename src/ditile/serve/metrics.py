@@ -66,7 +66,7 @@ class Metrics:
         if end is not None:
             self._seconds.labels(stage).observe(max(0.0, end - begin))
 
-    def note_ended_job(self, job: Job, replica: str = "0") -> None:
+    def note_ended_job(self, job: Job, replica: str) -> None:
         """Count a job that ended, in any state, on the replica of this name."""
         self.count("jobs_ended", job.kind, job.state)
         self.note_seconds("total", job.created, job.ended)

@@ -26,9 +26,6 @@ FOR_SECOND = f"{DENOISERS[1]}="
 """Begins the name of a request's LoRA that is for the second of two transformers, as of --lora."""
 
 
-Port = Annotated[int, Field(ge=0, lt=2**16)]
-
-
 @options()
 class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
     """The options of a server: model, clients and limits."""
@@ -42,7 +39,7 @@ class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
     )
     forward_bytes: Count = define_option(2**31, "with --forward: bytes of the tensors of a call")
     host: str = define_option("127.0.0.1", "the address to listen on; any but this machine's own asks for keys")
-    port: Port = define_option(8000, "the port to listen on; 0 takes a free one")
+    port: Annotated[int, Field(ge=0, lt=2**16)] = define_option(8000, "the port to listen on; 0 takes a free one")
     api_key: str | None = define_option(
         None, "a file with a key on each line, as key or name:key; or DITILE_API_KEY", reads=True
     )

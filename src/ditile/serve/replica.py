@@ -88,9 +88,6 @@ EventHandler = Callable[[ReplicaEvent], None]
 class Replica(ABC):
     """The ranks of one replica, on any machine. The server's event loop creates it and calls it.
 
-    Args:
-        setup: the settings of the ranks.
-
     Attributes:
         state: what the ranks are doing.
         facts: the facts of the model; None before the ranks are ready for the first time.
@@ -184,8 +181,7 @@ class Replica(ABC):
     def _keep_ranks_alive(
         self, has_ended: asyncio.Event, leaves: threading.Event, earlier: threading.Thread | None
     ) -> None:
-        """Start the ranks whenever they have failed, until `leaves` is set, the server ends or the replica has
-        failed."""
+        """Start the ranks whenever they have failed, unless `leaves` is set, the server ends or the replica failed."""
         delay = 0.0
         failed_starts = Counter[str]()
         has_been_ready = False

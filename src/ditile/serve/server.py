@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import resource
@@ -24,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ditile.distributed import env
 from ditile.plan.errors import DitileError, ModelError, StateError
-from ditile.plan.extras import is_installed, require_extra
+from ditile.plan.extras import is_installed
 from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
@@ -55,9 +56,6 @@ def run_server(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
     """Serve until SIGTERM or SIGINT, and return the exit code.
 
     With `exit_on_failure` it also ends when the ranks have failed.
-
-    Args:
-        options, plan, cache: the model to serve, and the settings of the ranks.
 
     Raises:
         DitileError: if the address is taken, the state folder cannot be used, or the model cannot run with this plan
@@ -91,7 +89,6 @@ def choose_replicas(options: ServeOptions, plan: Plan, cache: CacheOptions) -> R
     """Return the function for making the replicas, on this machine or on a Ray cluster."""
     setup = WorkerSetup(options=options, plan=plan, cache=cache)
     if options.ray is not None:
-        require_extra("ray", f"ray={options.ray!r}")
         from ditile.serve.ray_replicas.cluster import RayCluster
 
         cluster = RayCluster(setup)
@@ -243,14 +240,10 @@ def configure_http(app: FastAPI) -> uvicorn.Config:
     # The other half is for files, ranks and connections that are not counted yet.
     most = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(most // 2, MAX_CONNECTIONS)
     waiting: dict[TimedConnection, None] = {}
-
-    def connect(**values: Any) -> TimedConnection:
-        return TimedConnection(waiting, most, **values)
-
     return uvicorn.Config(
         app,
         # uvicorn calls this function like a class.
-        http=connect,  # type: ignore[arg-type]
+        http=functools.partial(TimedConnection, waiting, most),  # type: ignore[arg-type]
         ws="none",
         backlog=ACCEPTED_AT_ONCE,
         log_config=None,

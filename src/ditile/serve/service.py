@@ -53,12 +53,8 @@ ID_LETTERS = string.ascii_lowercase + string.digits
 class Service:
     """The jobs of one server. All methods but `read_output` are called in the event loop that started it.
 
-    Args:
-        options: limits, the state folder and the number of replicas.
-        plan: extra facts to show in `describe_plan`, as JSON types.
-
     Attributes:
-        plan_facts: the extra facts in `describe_plan`; more may be added.
+        plan_facts: extra facts to show in `describe_plan`, as JSON types; more may be added.
     """
 
     def __init__(
@@ -148,8 +144,6 @@ class Service:
         """Accept a job and write it to disk before returning. If the caller is cancelled meanwhile, so is the job.
 
         Args:
-            kind: what the job generates.
-            owner: the name of the client's key.
             request: the request, already accepted by `facts.check_options`.
             inputs: name -> content of images to start from.
 
@@ -192,7 +186,6 @@ class Service:
         """Return jobs of an owner in the order of arrival.
 
         Args:
-            owner: the name of the client's key.
             after: the id of the job before the first one returned.
             limit: the most jobs to return.
             newest_first: whether the last comes first.
@@ -224,10 +217,7 @@ class Service:
         return self._find_state(job_id, None).watch()
 
     async def cancel(self, job_id: str, owner: str) -> Job:
-        """End a job. One that waits ends at once, one that runs within two steps on every rank.
-
-        Returns:
-            The job as it ended, or as it had ended before.
+        """End a job, and return it. One that waits ends at once, one that runs within two steps on every rank.
 
         Raises:
             JobNotFoundError: if there is none of this owner.
@@ -336,7 +326,7 @@ class Service:
     def _add_to_queue(self, job: Job) -> None:
         seconds = min(job.request.timeout or self.options.timeout, self.options.timeout)
         message = f"not finished within {seconds:g} s; ask for less, or try when fewer jobs wait"
-        outcome = JobOutcome(state="failed", failure=Failure(code="timeout", message=message))
+        outcome = JobOutcome(failure=Failure(code="timeout", message=message))
         state = JobState(job)
         state.timer = self._loop.call_later(seconds, self._cancel_job, state, outcome)
         self._states[job.id] = state
@@ -392,7 +382,7 @@ class Service:
             except StateError as error:
                 message = _hide_error("the images of the job cannot be read", error)
                 failure = Failure(code="internal", message=message)
-                self._end_job(state, JobOutcome(state="failed", failure=failure))
+                self._end_job(state, JobOutcome(failure=failure))
         # Meanwhile jobs may have been cancelled, the server may be stopping, and the ranks may be lost.
         if self._end is not None:
             self._leave_to_next_server(batch.open)
@@ -420,7 +410,7 @@ class Service:
     def _close_batch(self, batch: RunningBatch, failure: Failure) -> None:
         """End the jobs of a batch that have no result."""
         for state in tuple(batch.open):
-            self._end_job(state, state.outcome or JobOutcome(state="failed", failure=failure))
+            self._end_job(state, state.outcome or JobOutcome(failure=failure))
         self._release_batch(batch)
 
     # Handlers of the events that replicas report.
@@ -474,7 +464,7 @@ class Service:
             preview = event.files["preview"]
             state.publish(dataclasses.replace(state.job, preview=preview, preview_index=event.step))
         elif event.kind == "failed":
-            self._end_job(state, state.outcome or JobOutcome(state="failed", failure=event.failure))
+            self._end_job(state, state.outcome or JobOutcome(failure=event.failure))
         elif state.outcome is not None and not state.outcome.accepts_result:
             self._end_job(state, state.outcome)
         else:
@@ -515,7 +505,7 @@ class Service:
         # Clients wait for images, so these fail. Videos are left to the next server, or to restarted ranks.
         for state in self._list_open_states():
             if state.job.kind == "image":
-                self._cancel_job(state, JobOutcome(state="failed", failure=event.failure))
+                self._cancel_job(state, JobOutcome(failure=event.failure))
 
     def _find_failure(self) -> Failure | None:
         """Return why nothing can be generated; None while a replica is ready or may become ready."""
@@ -640,7 +630,7 @@ class Service:
             if state.job.kind == "video":
                 self._cancel_job(state, JobOutcome(state="queued", accepts_result=True))
             else:
-                self._cancel_job(state, JobOutcome(state="failed", failure=failure, accepts_result=True))
+                self._cancel_job(state, JobOutcome(failure=failure, accepts_result=True))
 
     def _stop_batches(self) -> None:
         """Stop the running batches when their time is over, and give up those whose ranks do not stop."""

@@ -48,6 +48,8 @@ CREATE TABLE jobs (
 _SELECT = """SELECT
     id, owner, kind, request, created, state, started, ended, expires, attempts, failure, drawn AS result
 FROM jobs ORDER BY number"""
+_DESCRIBE = """SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master)
+FROM pragma_application_id, pragma_user_version"""
 _INSERT = """INSERT INTO jobs
     (id, owner, kind, request, created, state, started, ended, expires, attempts, failure, drawn)
 VALUES (:id, :owner, :kind, :request, :created, :state, :started, :ended, :expires, :attempts, :failure, :result)"""
@@ -131,7 +133,6 @@ class JobStore:
         """Write the new states of jobs, in one transaction.
 
         Args:
-            jobs: as they are now.
             files: job id -> name -> content of output files.
 
         Raises:
@@ -286,9 +287,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
     database.row_factory = sqlite3.Row
     try:
         # A new file has 0 for both. A database of another program must not be changed.
-        (application,) = database.execute("PRAGMA application_id").fetchone()
-        (version,) = database.execute("PRAGMA user_version").fetchone()
-        (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        application, version, num_tables = database.execute(_DESCRIBE).fetchone()
         if num_tables and application != APPLICATION:
             raise StateError(f"{path} is the database of another program; give --state another folder")
         if num_tables and version != VERSION:

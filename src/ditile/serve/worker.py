@@ -70,12 +70,7 @@ IDLE_SECONDS = 5.0
 
 
 class RankWorker:
-    """A rank with its runner.
-
-    Args:
-        setup: what to load.
-        link: to the server.
-    """
+    """A rank with its runner."""
 
     def __init__(self, setup: WorkerSetup, link: MessageLink) -> None:
         options = setup.options
@@ -96,7 +91,6 @@ class RankWorker:
         channels = config.get("z_dim", config.get("latent_channels"))
         self._decoder = PreviewDecoder(channels)
         self._is_first = self._runner.mesh.rank == 0
-        self._inbox = Inbox(link, reports=self._is_first, stop=self._stop_batch)
         self._running_id: str | None = None
 
     def serve(self) -> None:
@@ -105,11 +99,11 @@ class RankWorker:
         Raises:
             StateError: if the ranks cannot go on, because messages of a call are still in flight.
         """
-        self._inbox.start()
+        inbox = Inbox(self._link, reports=self._is_first, stop=self._stop_batch)
         self._warm_up()
         if self._is_first:
             self._link.send_message({"kind": "ready", "facts": self._facts.to_json()})
-        while (message := self._inbox.wait()) is not None:
+        while (message := inbox.wait()) is not None:
             batch = Batch.from_message(*message)
             self._running_id = batch.id
             with contextlib.suppress(StoppedError):
@@ -139,18 +133,18 @@ class RankWorker:
                 self._generate_batch([job])
 
     def _refuse_job(self, job: BatchJob, error: Exception) -> None:
+        code = "refused"
+        message = shorten_line(error)
+        num_computed = job.request.computed_steps
         # Errors not about a value of the request are only for the log.
         if not isinstance(error, ValueError):
             LOG.error("job %s: %s", job.id, error)
+            code = "internal"
             message = "the ranks could not do this; the server's log says why"
-            self._answer("failed", job_id=job.id, failure={"code": "internal", "message": message})
-            return
-        message = shorten_line(error)
-        num_computed = job.request.computed_steps
         # A cache calls these its steps, but that name belongs to another field.
-        if num_computed is not None:
+        elif num_computed is not None:
             message = re.sub(rf"^steps={num_computed}\b", f"computed_steps={num_computed}", message)
-        self._answer("failed", job_id=job.id, failure={"code": "refused", "message": message})
+        self._answer("failed", job_id=job.id, failure={"code": code, "message": message})
 
     def _generate_jobs(self, jobs: Sequence[BatchJob]) -> None:
         first = jobs[0].request
@@ -194,12 +188,11 @@ class RankWorker:
             seeds = list_request_seeds(job.request.options)
             own_outputs = [next(remaining) for _ in seeds]
             try:
-                job_result, files = self._encode_job(job, call, own_outputs, promise)
+                job_result, files = self._encode_job(job, call, own_outputs, facts)
             except (ValueError, OSError) as error:
                 # For instance a WebP has more pixels than the format allows.
                 self._refuse_job(job, error)
             else:
-                job_result = replace(job_result, facts=facts)
                 self._answer("done", files, job_id=job.id, result=asdict(job_result))
 
     def _plan_previews(self, jobs: Sequence[BatchJob], call: CallArguments) -> CallPreviews | None:
@@ -290,15 +283,15 @@ class RankWorker:
         job: BatchJob,
         call: CallArguments,
         outputs: Sequence[tuple[Any, Sound | None]],
-        promise: JsonObject,
+        facts: JsonObject,
     ) -> tuple[JobResult, Files]:
-        """Return the result of a job, and its files in the form of `ditile generate`."""
+        """Return the result of a job with these facts, and its files in the form of `ditile generate`."""
         request = job.request
         report = self._runner.report
         assert report is not None, "a call has ended"
         options = replace(request.options, model=self._setup.options.model)
         conditions = _decode_conditions(job)
-        texts = build_png_texts(options, self._setup.plan, self._setup.cache, call, conditions, promise)
+        texts = build_png_texts(options, self._setup.plan, self._setup.cache, call, conditions, facts["promise"])
         if self._facts.components:
             texts["components"] = json.dumps(self._facts.components)
         if request.loras:
@@ -332,6 +325,7 @@ class RankWorker:
             num_steps=report.steps,
             frames=frames,
             fps=fps,
+            facts=facts,
             warnings=[] if cut is None else [cut],
         )
         return result, files
@@ -357,14 +351,10 @@ class Inbox:
         self._reports = reports
         self._stop = stop
         self._messages: queue.SimpleQueue[tuple[Message, Files] | None] = queue.SimpleQueue()
-
-    def start(self) -> None:
-        """Start the thread."""
         threading.Thread(target=self._receive_messages, daemon=True).start()
 
     def wait(self) -> tuple[Message, Files] | None:
-        """Wait for the next message, and return it with its files; None if the server dismisses the rank or has
-        gone."""
+        """Return the next message and its files; None if the server dismisses the rank or has gone."""
         while True:
             try:
                 return self._messages.get(timeout=IDLE_SECONDS)
@@ -389,12 +379,7 @@ class Inbox:
 
 
 class LoraCache:
-    """The LoRAs of requests; some stay loaded.
-
-    Args:
-        runner: its pipeline gets the LoRAs.
-        setup: has their folder, and the LoRAs of every call.
-    """
+    """The LoRAs of requests, some of which stay loaded in the pipeline of a runner."""
 
     def __init__(self, runner: Runner, setup: WorkerSetup) -> None:
         self._runner = runner

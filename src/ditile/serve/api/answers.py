@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request as HttpRequest
@@ -59,6 +60,7 @@ _ROUTE_ERRORS = {
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
+@dataclass(eq=False)
 class RequestError(DitileError):
     """An error to answer a request with.
 
@@ -70,21 +72,12 @@ class RequestError(DitileError):
         retry_after: seconds.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str = "invalid_value",
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status = status
-        self.param = param
-        self.code = code
-        self.retry_after = retry_after
+    message: str
+    _: KW_ONLY
+    status: int = 400
+    param: str | None = None
+    code: str = "invalid_value"
+    retry_after: int | None = None
 
 
 class AsciiJSONResponse(JSONResponse):

@@ -128,14 +128,10 @@ class RemixFields(BaseModel):
 
 
 def parse_fields(fields_class: type[FieldsT], values: JsonObject, facts: ModelFacts) -> FieldsT:
-    """Parse the fields of a body. A null or an empty text counts as missing.
-
-    Args:
-        values: as they came.
-        facts: the facts of the served model. An error suggests the model's own values.
+    """Parse the fields of a body, of which a null or an empty text counts as missing.
 
     Raises:
-        RequestError: if a field has the wrong type or is missing.
+        RequestError: if a field has the wrong type or is missing; the message suggests the model's own value.
     """
     sent = {}
     for name, value in values.items():
@@ -162,7 +158,6 @@ def validate_fields(fields_class: type[FieldsT], values: JsonObject, own_values:
     """Validate the fields of a body as they are.
 
     Args:
-        values: as they came.
         own_values: values for an error to suggest; for other fields it suggests their example.
 
     Raises:

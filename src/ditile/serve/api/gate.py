@@ -40,10 +40,6 @@ class RequestGate:
 
     Without keys, on a loopback address, host and origin must be this machine. Otherwise a web page in a local browser
     could use the server by a name that resolves to this machine.
-
-    Args:
-        app: the app behind the gate.
-        keys: of the server.
     """
 
     def __init__(self, app: ASGIApp, options: ServeOptions, keys: ApiKeys) -> None:

@@ -57,8 +57,7 @@ _BODY = describe_body(ImageFields)
 async def generate_images(http: HttpRequest) -> Response:
     """Generate images from a prompt."""
     body = await read_body(http)
-    _refuse_uploads("image", body.images)
-    _refuse_uploads("mask", body.masks)
+    _check_uploads(body)
     return await _generate_and_answer(http, body, "image_generation")
 
 
@@ -66,7 +65,7 @@ async def generate_images(http: HttpRequest) -> Response:
 async def edit_images(http: HttpRequest) -> Response:
     """Generate images from a prompt and an image. With a mask only its white part changes."""
     body = await read_body(http)
-    _require_image(body)
+    _check_uploads(body, "image", "mask")
     return await _generate_and_answer(http, body, "image_edit")
 
 
@@ -74,8 +73,7 @@ async def edit_images(http: HttpRequest) -> Response:
 async def vary_images(http: HttpRequest) -> Response:
     """Generate images from an image, with an optional prompt."""
     body = await read_body(http)
-    _require_image(body)
-    _refuse_uploads("mask", body.masks)
+    _check_uploads(body, "image")
     if not body.values.get("prompt"):
         body = dataclasses.replace(body, values=body.values | {"prompt": VARIATION_PROMPT})
     return await _generate_and_answer(http, body, "image_edit")
@@ -197,14 +195,13 @@ def _format_size(job: Job) -> str:
     return "{}x{}".format(*job.result.size)
 
 
-def _refuse_uploads(param: str, uploads: list[bytes]) -> None:
-    # Ignoring them would change the image.
-    if uploads:
-        message = f"{param} is not taken here; send it to /v1/images/edits"
-        raise RequestError(message, param=param, code="unsupported_value")
-
-
-def _require_image(body: Body) -> None:
-    if not body.images:
+def _check_uploads(body: Body, *taken: str) -> None:
+    """Check that a body has an image if images are taken, and nothing else than what is taken."""
+    for param, uploads in (("image", body.images), ("mask", body.masks)):
+        # Ignoring them would change the image.
+        if uploads and param not in taken:
+            message = f"{param} is not taken here; send it to /v1/images/edits"
+            raise RequestError(message, param=param, code="unsupported_value")
+    if taken and not body.images:
         message = "image is missing; send a file as image, or data:image/png;base64,..."
         raise RequestError(message, param="image", code="missing_required_parameter")

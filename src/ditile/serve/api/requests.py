@@ -47,8 +47,10 @@ _DEFAULTS: dict[str, tuple[str, ...]] = {
 # Parameters of an address that clients of Azure send.
 _KNOWN_PARAMETERS = ("api-version",)
 # Options of `ditile generate` that fields of a request have.
-_COUNTS = ("num_images", "frames", "fps")
-_OPTIONS = ("prompt", "negative_prompt", "seed", "steps", "guidance", "true_cfg", "strength", *_COUNTS)
+_OPTIONS = (
+    *("prompt", "negative_prompt", "seed", "steps", "guidance", "true_cfg", "strength"),
+    *("num_images", "frames", "fps"),
+)
 
 
 async def submit_request(http: HttpRequest, fields: ImageFields | VideoFields, body: Body) -> Job:
@@ -81,9 +83,6 @@ def build_request(
     """Build the job's request, and return it with its input files by name.
 
     Args:
-        facts: the facts of the served model.
-        options: the options of the server, with its limits.
-        images: the images to start from.
         mask: the mask as PNG, white where the first image is generated again.
 
     Raises:

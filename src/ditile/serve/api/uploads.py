@@ -179,7 +179,6 @@ async def decode_uploads(body: Body, max_pixels: int, max_images: int) -> tuple[
     """Decode the images of a body, and its mask. The mask is returned as PNG, white where the image is generated again.
 
     Args:
-        body: the body of the request.
         max_images: the number of images that the model can start from.
 
     Raises:

@@ -165,11 +165,10 @@ def describe_video(job: Job) -> JsonObject:
     }
     if job.expires is not None:
         answer["expires_at"] = int(job.expires)
-    if job.result is not None and job.ended is not None:
-        answer["completed_at"] = int(job.ended)
     # The result may differ from the predicted shape.
     if job.result is not None:
         answer |= {
+            "completed_at": int(job.ended or job.created),
             "size": "{}x{}".format(*job.result.size),
             "num_frames": job.result.frames,
             "fps": job.result.fps,

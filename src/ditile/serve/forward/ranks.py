@@ -34,12 +34,7 @@ CALL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError,
 
 
 class ForwardRank:
-    """A rank with its part of the transformer.
-
-    Args:
-        setup: what to load, and the plan of single calls.
-        link: to the server.
-    """
+    """A rank with its part of the transformer."""
 
     def __init__(self, setup: WorkerSetup, link: MessageLink) -> None:
         options = setup.options
@@ -53,12 +48,11 @@ class ForwardRank:
         self._loras: dict[str, float] | None = {}
         self._device = torch.device(self._runner.devices[self._runner.mesh.rank])
         self._is_first = self._runner.mesh.rank == 0
-        self._inbox = Inbox(link, reports=self._is_first)
         self._request: tuple[Message, Files] | None = None
+        self._inbox = Inbox(link, reports=self._is_first)
 
     def serve(self) -> None:
         """Answer requests until the server dismisses this rank, or has gone."""
-        self._inbox.start()
         if self._is_first:
             self._link.send_message(self._describe_model())
         self._request = self._inbox.wait()
@@ -69,7 +63,13 @@ class ForwardRank:
                 # Messages of the failed call may still be under way between GPUs.
                 if self._runner.is_broken:
                     raise
-                self._link.send_message({"error": self._describe_failure(error)})
+                text = join_error_lines(error, 300)
+                # ditile's own errors say what and why.
+                if not isinstance(error, DitileError):
+                    LOG.error("a call failed", exc_info=error)
+                    model = type(self._transformer).__name__
+                    text = f"{model} does not take these arguments: {type(error).__name__}: {text}"
+                self._link.send_message({"error": text})
                 self._request = self._inbox.wait()
 
     def _describe_model(self) -> JsonObject:
@@ -79,14 +79,6 @@ class ForwardRank:
         config = json.loads(json.dumps(config, default=str))
         dtype = describe_dtype(self._transformer)
         return {"model": type(self._transformer).__name__, "config": config, "dtype": dtype}
-
-    def _describe_failure(self, error: Exception) -> str:
-        text = join_error_lines(error, 300)
-        # ditile's own errors say what and why.
-        if isinstance(error, DitileError):
-            return text
-        LOG.error("a call failed", exc_info=error)
-        return f"{type(self._transformer).__name__} does not take these arguments: {type(error).__name__}: {text}"
 
     def _answer_chain(self, header: Message, files: Files) -> None:
         """Answer a request and those that continue its chain, and leave the first that does not in `_request`."""

@@ -91,9 +91,7 @@ class ForwardServer:
     """The connections of a forward server, which take turns at its ranks.
 
     Args:
-        setup: the settings of the ranks.
         listener: takes connections; they wait until the ranks are ready.
-        keys: of clients of a port.
         title: names the model and the address.
         plan: as clients see it.
     """
@@ -111,11 +109,7 @@ class ForwardServer:
         self._failure: DitileError | None = None
 
     def run_ranks(self) -> None:
-        """Run the ranks in this thread until they end.
-
-        Raises:
-            DitileError: if one failed.
-        """
+        """Run the ranks in this thread until they end. Raises `DitileError` if one failed."""
         try:
             launch_linked_ranks(self._setup, self._start_serving, self._raise_failure)
         finally:
