@@ -3,11 +3,25 @@
 Ranks that a test starts in its own process are forked; those of a server in a process of its own are interpreters.
 """
 
+import asyncio
+import inspect
 from collections.abc import Iterator
 
 import pytest
 
 from tests.serve.running import PIXART_FLAGS, RunningServer, run_server
+
+SECONDS = 200.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, for so many seconds at most."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), SECONDS))
+    return True
 
 
 @pytest.fixture(autouse=True)

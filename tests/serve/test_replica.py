@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import io
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,56 +40,71 @@ def make_job(name: str, prompt: str = PROMPT, **options: Any) -> BatchJob:
 
 
 class Driven:
-    """A group of ranks, and the events that came from it."""
+    """Groups of ranks, and the events that came from them."""
 
-    def __init__(self, model: str, plan: str, lora_dir: str | None = None) -> None:
+    def __init__(self, make_replica: Any, num_groups: int) -> None:
         self._events: asyncio.Queue[ReplicaEvent] = asyncio.Queue()
-        options = ServeOptions(model=model, lora_dir=lora_dir, max_loras=1)
-        setup = WorkerSetup(options=options, plan=Plan.parse(plan), cache=CacheOptions())
-        self.group = LocalReplica("0", setup, self._events.put_nowait)
+        self.groups = [make_replica(str(number), self._events.put_nowait) for number in range(num_groups)]
+        self.group = self.groups[0]
 
-    async def draw(self, name: str, *jobs: BatchJob, **inputs: bytes) -> list[ReplicaEvent]:
-        """Draws a batch; `inputs` are the files of its first job."""
-        jobs[0].inputs.update(inputs)
+    async def draw(self, name: str, *jobs: BatchJob) -> list[ReplicaEvent]:
         self.group.generate(Batch(name, list(jobs)))
         return await self.wait_for("ended")
 
-    async def wait_for(self, *kinds: str) -> list[ReplicaEvent]:
-        """All events up to the first of some kinds."""
-        seen = []
-        while not seen or seen[-1].kind not in kinds:
-            seen.append(await asyncio.wait_for(self._events.get(), 100))
+    async def begin(self, name: str) -> list[ReplicaEvent]:
+        """Begin a batch that takes long, and return the events up to its first step."""
+        self.group.generate(Batch(name, [make_job(name, steps=400)]))
+        return await self.wait_for("step")
+
+    async def wait_for(self, kind: str) -> list[ReplicaEvent]:
+        """Return all events up to the first of a kind."""
+        seen: list[ReplicaEvent] = []
+        while not seen or seen[-1].kind != kind:
+            seen.append(await asyncio.wait_for(self._events.get(), 150))
         return seen
 
-    def find_rank(self, number: int) -> psutil.Process:
-        ranks = [p for p in psutil.Process().children() if p.cmdline()[3:5] == ["ditile-rank", str(number)]]
-        assert len(ranks) == 1, ranks
-        return ranks[0]
+    async def wait_for_loss(self, batch_id: str, seconds: float) -> str:
+        """Return the reason for which a batch is lost, as soon as there are ranks again."""
+        since = time.monotonic()
+        down = (await self.wait_for("down"))[-1]
+        assert time.monotonic() - since < seconds
+        assert (down.batch_id, down.failure.code) == (batch_id, "rank_failed")
+        assert "\n" not in down.failure.message
+        await self.wait_for("ready")
+        return str(down.failure.message)
 
 
-def drive(
-    model: str, plan: str, script: Callable[[Driven], Coroutine[Any, Any, None]], lora_dir: str | None = None
-) -> None:
-    async def run() -> None:
-        driven = Driven(model, plan, lora_dir)
-        driven.group.start()
-        try:
-            await driven.wait_for("ready")
-            await script(driven)
-        finally:
-            await driven.group.end()
+@contextlib.asynccontextmanager
+async def drive_groups(make_replica: Any, num_groups: int = 1) -> AsyncIterator[Driven]:
+    """Yield groups of which the first is ready."""
+    driven = Driven(make_replica, num_groups)
+    for group in driven.groups:
+        group.start()
+    try:
+        await driven.wait_for("ready")
+        yield driven
+    finally:
+        await asyncio.gather(*(group.end() for group in driven.groups))
 
-    asyncio.run(run())
+
+def drive(model: str, plan: str, lora_dir: str | None = None) -> contextlib.AbstractAsyncContextManager[Driven]:
+    options = ServeOptions(model=model, lora_dir=lora_dir, max_loras=1)
+    setup = WorkerSetup(options=options, plan=Plan.parse(plan), cache=CacheOptions())
+    return drive_groups(lambda name, on_event: LocalReplica(name, setup, on_event))
+
+
+def find_rank(number: int) -> psutil.Process:
+    (rank,) = [p for p in psutil.Process().children() if p.cmdline()[3:5] == ["ditile-rank", str(number)]]
+    return rank
 
 
 def list_files(events: list[ReplicaEvent]) -> list[dict[str, bytes]]:
     return [event.files for event in events if event.kind == "done"]
 
 
-def test_ranks_draw_refuse_and_stop() -> None:
+async def test_ranks_draw_refuse_and_stop() -> None:
     """A failure would mean another picture after or between other requests; test_clients compares with the command."""
-
-    async def script(driven: Driven) -> None:
+    async with drive("shapes-pixart", "pipefusion=2") as driven:
         events = await driven.draw("first", make_job("a"))
         (files,) = first = list_files(events)
         assert [event.step for event in events if event.kind == "step"] == [1, 2, 3, 4]
@@ -98,11 +114,9 @@ def test_ranks_draw_refuse_and_stop() -> None:
         assert failed.failure.code == "refused"
         assert "try height=32" in failed.failure.message
         # A stopped batch has no picture, and ends within two steps.
-        driven.group.generate(Batch("long", [make_job("c", steps=400)]))
-        steps = await driven.wait_for("step")
+        steps = await driven.begin("long")
         driven.group.stop("long")
         steps += await driven.wait_for("ended")
-        assert steps[-1].kind == "ended"
         assert not list_files(steps)
         assert len(steps) < 200
         # Sums of a batch are rounded in another order.
@@ -116,8 +130,6 @@ def test_ranks_draw_refuse_and_stop() -> None:
         assert [event.job_id for event in mixed if event.kind == "done"] == ["image_g"]
         assert [event.job_id for event in mixed if event.kind == "failed"] == ["image_h"]
         assert list_files(await driven.draw("again", make_job("f"))) == first
-
-    drive("shapes-pixart", "pipefusion=2", script)
 
 
 @functools.cache
@@ -139,7 +151,7 @@ def read_pixels(events: list[ReplicaEvent]) -> Any:
     return np.asarray(Image.open(io.BytesIO(list_files(events)[0]["0.png"])))
 
 
-def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
+async def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
     """A failure would mean that a request is drawn with the LoRA of another one, or ends the ranks."""
     for seed, name in enumerate(("ink.v1", "oil")):
         write_lora(tmp_path / f"{name}.safetensors", seed)
@@ -147,8 +159,8 @@ def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
     words = ["--model", "shapes-flux", "--pipefusion", "2", "--steps", "4", "--seed", "5", "--out", str(out)]
     assert main.main(["generate", PROMPT, *words, "--lora", str(file)]) == 0
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
+    async with drive("shapes-flux", "pipefusion=2", lora_dir=str(tmp_path)) as driven:
 
-    async def script(driven: Driven) -> None:
         def make(*names: str) -> BatchJob:
             job = make_job("-".join(names) or "plain")
             return replace(job, request=replace(job.request, loras=dict.fromkeys(names, 1.0)))
@@ -168,36 +180,22 @@ def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
         assert (both != wanted["ink.v1"]).any()
         assert (both != wanted["oil"]).any()
 
-    drive("shapes-flux", "pipefusion=2", script, lora_dir=str(tmp_path))
-
 
 @pytest.mark.alone
-def test_a_rank_that_dies_is_noticed_and_started_again() -> None:
+async def test_a_rank_that_dies_is_noticed_and_started_again() -> None:
     """A failure would mean a server that waits for a rank that has gone."""
-
-    async def script(driven: Driven) -> None:
+    async with drive("shapes-pixart", "pipefusion=2") as driven:
         before = list_files(await driven.draw("before", make_job("a")))
         for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
-            driven.group.generate(Batch(f"lost by {number}", [make_job("b", steps=400)]))
-            await driven.wait_for("step")
-            since = time.monotonic()
-            driven.find_rank(1).send_signal(number)
-            down = (await driven.wait_for("down"))[-1]
-            assert time.monotonic() - since < 6
-            assert down.kind == "down"
-            assert (down.batch_id, down.failure.code) == (f"lost by {number}", "rank_failed")
-            assert down.failure.message.startswith("rank 1")
-            assert "\n" not in down.failure.message
-            await driven.wait_for("ready")
+            await driven.begin(f"lost by {number}")
+            find_rank(1).send_signal(number)
+            assert (await driven.wait_for_loss(f"lost by {number}", 6)).startswith("rank 1")
             assert list_files(await driven.draw(f"after {number}", make_job("c"))) == before
 
-    drive("shapes-pixart", "pipefusion=2", script)
 
-
-def test_previews_come_while_a_picture_is_drawn_and_do_not_change_it() -> None:
+async def test_previews_come_while_a_picture_is_drawn_and_do_not_change_it() -> None:
     """A failure would mean a client that waits without a picture, or another picture for one who looks."""
-
-    async def script(driven: Driven) -> None:
+    async with drive("shapes-flux", "pipefusion=2 patches=2") as driven:
         options = GenerateOptions(prompt=PROMPT, seed=5, steps=8)
         plain, watched = (BatchJob(f"image_{n}", Request(options=options, num_previews=n)) for n in (0, 3))
         alone = list_files(await driven.draw("plain", plain))
@@ -213,5 +211,3 @@ def test_previews_come_while_a_picture_is_drawn_and_do_not_change_it() -> None:
             errors.append(float(np.abs(seen - picture).mean()))
         flat = float(np.abs(picture.mean(axis=(0, 1)) - picture).mean())
         assert errors[-1] < errors[0] and errors[-1] < 0.5 * flat, (errors, flat)
-
-    drive("shapes-flux", "pipefusion=2 patches=2", script)
