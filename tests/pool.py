@@ -220,7 +220,7 @@ class ForkedProcess:
 
 
 def fork_ranks(patch: Any) -> None:
-    """Lets `launch` fork its ranks, which costs milliseconds; test_launch and test_faults start new interpreters.
+    """Lets `launch` fork its ranks, which costs milliseconds; test_launch and `faulty` start new interpreters.
 
     `patch` is a `pytest.MonkeyPatch`.
     """

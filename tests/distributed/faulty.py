@@ -5,6 +5,7 @@ python -m tests.distributed.faulty          # every cell; writes docs/faults.md
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -22,30 +23,18 @@ STAGES = ("imports", "joining", "loading", "text", "first step", "mid-loop", "de
 KINDS = ("KILL", "TERM", "INT", "HUP", "STOP", "raise", "memory")
 TARGETS = ("rank 0", "rank 1", "parent")
 PLAN = (
-    "--model",
-    "shapes-flux",
-    "--pipefusion",
-    "2",
-    "--threads",
-    "1",
-    "--steps",
-    "4",
-    "--height",
-    "64",
-    "--width",
-    "64",
-)
+    "--model", "shapes-flux", "--pipefusion", "2", "--threads", "1", "--steps", "4", "--height", "64", "--width", "64",
+)  # fmt: skip
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ditile")
 PAUSE = 14.0
 """Seconds after which a parent that was stopped is continued: more than a rank may be silent."""
 AT_ONCE = 3
 
 
-PAGE = """# Faults
+PAGE = """# When a process fails
 
 What a run of two ranks does when something happens to one of its processes. `make nightly PARTS=faults` runs every cell
-of {{stage}} x {{fault}} x {{process}}, checks it and writes this page; the part `processes` runs some,
-and some of torchrun.
+of {{stage}} x {{fault}} x {{process}}, and two of torchrun, checks them and writes this page.
 The command is `ditile generate --pipefusion 2` on the CPU; the parent is its own process, which started the ranks.
 
 - Stages: imports, joining (the ranks connect), loading, text (encoding), first step, mid-loop, decode (behind the last
@@ -96,16 +85,14 @@ class Ending(NamedTuple):
 
 def list_cells() -> list[Cell]:
     """Every cell. A parent raises nothing by itself."""
-    return [
-        Cell(stage, kind, target)
-        for stage in STAGES
-        for target in TARGETS
-        for kind in KINDS
-        if (kind, target) != ("raise", "parent")
-    ]
+    cells = [Cell("mid-loop", "KILL", "parent", "torchrun"), Cell("mid-loop", "STOP", "rank 0", "torchrun")]
+    for cell in itertools.starmap(Cell, itertools.product(STAGES, KINDS, TARGETS)):
+        if (cell.kind, cell.target) != ("raise", "parent"):
+            cells.append(cell)
+    return cells
 
 
-def run_with_fault(cell: Cell, prefix: tuple[str, ...] = (), limit: float = 180.0) -> Ending:
+def run_with_fault(cell: Cell, limit: float = 180.0) -> Ending:
     """Runs a picture, or two for the stage between prompts, with the fault of a cell."""
     with tempfile.TemporaryDirectory(prefix="ditile-fault-") as name:
         folder = Path(name)
@@ -116,7 +103,7 @@ def run_with_fault(cell: Cell, prefix: tuple[str, ...] = (), limit: float = 180.
             (folder / "prompts.txt").write_text("a red ring\na blue square\n")
             words = ["--prompts-file", str(folder / "prompts.txt"), "--out-dir", str(folder / "out")]
         starter = ["ditile"] if cell.starter == "ditile" else TORCHRUN
-        command = [*prefix, sys.executable, "-W", "ignore", "-m", *starter, "generate", *words, *PLAN]
+        command = [sys.executable, "-W", "ignore", "-m", *starter, "generate", *words, *PLAN]
         fault = " | ".join((cell.stage, cell.kind, cell.target, name))
         path = os.pathsep.join([str(ROOT / "tests/distributed/injected"), str(ROOT / "src")])
         environ = {"PYTHONPATH": path, "FAULT": fault, "TMPDIR": str(folder / "temporary"), "OMP_NUM_THREADS": "1"}
@@ -204,7 +191,8 @@ def write_page(endings: dict[Cell, Ending]) -> str:
         message = "; ".join(line.removeprefix("ditile: ") for line in ending.lines) or "none"
         # The temporary folder of a run has another name each time.
         left = ", ".join("ditile-*" if name.startswith("ditile-") else name for name in ending.left) or "nothing"
-        rows.setdefault((cell.kind, cell.target, str(ending.code), message, left), []).append(cell)
+        target = cell.target if cell.starter == "ditile" else f"{cell.target} of torchrun"
+        rows.setdefault((cell.kind, target, str(ending.code), message, left), []).append(cell)
     table = []
     for (kind, target, code, message, left), cells in sorted(rows.items(), key=_order_of_row):
         seconds = sorted(endings[cell].seconds for cell in cells)
@@ -215,8 +203,8 @@ def write_page(endings: dict[Cell, Ending]) -> str:
 
 
 def _order_of_row(row: tuple[tuple[str, ...], list[Cell]]) -> tuple[int, ...]:
-    (kind, target, *_), cells = row
-    return KINDS.index(kind), TARGETS.index(target), STAGES.index(cells[0].stage)
+    cell = row[1][0]
+    return KINDS.index(cell.kind), TARGETS.index(cell.target), STAGES.index(cell.stage)
 
 
 def main() -> int:
