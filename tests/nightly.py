@@ -39,7 +39,6 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         "tests/model/test_recorded_changes.py",
         "tests/model/test_recorded_steps.py",
         "tests/planner/test_recorded_gpu.py",
-        "tests/planner/test_tape_memory.py",
     ),
     "runner": ("tests/runner",),
     "serve": ("tests/serve",),
