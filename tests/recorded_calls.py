@@ -209,6 +209,7 @@ def draw_both_ways(
     draw: Callable[[Any], Sequence[Tensor]],
     segments: Callable[[], OperatorSegments] = OperatorSegments,
     limit_bytes: int = sys.maxsize,
+    **options: Any,
 ) -> tuple[Sequence[Tensor], RecordedSteps]:
     """Check that a runner draws with recorded calls what it draws without, and return that and the recorder.
 
@@ -216,12 +217,13 @@ def draw_both_ways(
 
     Args:
         draw: makes calls of a runner and returns what they give.
+        options: of `parallelize`.
     """
     drawn, seen = [], []
     with record_on_cpu(segments, limit_bytes) as recorders:
         for recorded in (False, True):
             checks = AgeChecks()
-            runner = runners.parallelize(make(), plan, cuda_graphs=recorded, checks=checks, trust_code=True)
+            runner = runners.parallelize(make(), plan, cuda_graphs=recorded, checks=checks, trust_code=True, **options)
             drawn.append(draw(runner))
             seen.append((dict(runner.mesh.traffic.bytes), dict(runner.mesh.traffic.calls), checks.passed))
     equal = list(map(torch.equal, *drawn))

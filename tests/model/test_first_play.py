@@ -19,7 +19,7 @@ from ditile.model.recording.recorded_steps import UNEQUAL, RecordedSteps
 from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
-from tests.recorded_calls import OperatorSegments, record_on_cpu
+from tests.recorded_calls import OperatorSegments
 from tests.zoo import ZOO
 
 WORLD = 2.0
@@ -131,15 +131,6 @@ def test_no_error_of_a_capture_reaches_a_call(error: type[Exception]) -> None:
     assert all(map(torch.equal, run_calls(recorder, 4), run_calls(RecordedSteps(OperatorSegments), 4)))
     assert not recorder.num_played
     assert recorder.failure == f"a recording failed: {error.__name__}"
-
-
-def test_a_call_that_is_traced_runs_as_code() -> None:
-    with record_on_cpu() as recorders:
-        runner = ditile.parallelize(ZOO["flux"].make(), Plan(), cuda_graphs=True)
-    runner.trace = True
-    runner(**ZOO["flux"].call() | {"num_inference_steps": 4})
-    assert set(recorders[0].problems) == {"runner.trace is on"}
-    assert not recorders[0].num_recorded
 
 
 def test_the_environment_switches_recorded_steps_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The planner predicts memory, with recorded steps too, and bytes of references: real runs over gloo, exactly counted."""
+"""The planner predicts memory, of recorded steps too, and bytes of references: real runs over gloo, exactly counted."""
 
 from __future__ import annotations
 

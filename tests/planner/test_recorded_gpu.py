@@ -126,8 +126,8 @@ def test_recorded_steps_wait_for_nothing(pool: Pool, row: Row) -> None:
             assert not warnings
 
 
-def trace_recorded(folder: Path) -> tuple[bool, int, list[Finding]]:
-    """On a rank: whether a traced image is as those before it, the calls that were played in it, and findings."""
+def trace_recorded(folder: Path) -> tuple[bool, list[str], list[Finding]]:
+    """On a rank: whether a traced image is as those before it, why its calls ran as code, and findings."""
     gpu = SimulatedGpu(dist.get_rank())
     row = Row("flux", "pipefusion=2 patches=2", STEPS)
     images = []
@@ -140,12 +140,13 @@ def trace_recorded(folder: Path) -> tuple[bool, int, list[Finding]]:
         runner.write_trace(folder / "trace.json")
         are_equal = all(torch.equal(image, images[0]) for image in images)
     assert runner.report is not None and runner.report.recorded is not None
-    return are_equal, runner.report.recorded.played, [*gpu.record.findings]
+    assert not runner.report.recorded.recorded and not runner.report.recorded.played
+    return are_equal, [*runner.report.recorded.as_code], [*gpu.record.findings]
 
 
 def test_a_traced_call_records_and_plays_nothing(pool: Pool, tmp_path: Path) -> None:
     """A failure means an error of CUDA when the trace of a run with recorded steps is written."""
-    assert pool.run(trace_recorded, 2, tmp_path) == [(True, 0, [])] * 2
+    assert pool.run(trace_recorded, 2, tmp_path) == [(True, ["runner.trace is on"], [])] * 2
 
 
 def test_a_device_has_one_stream_for_captures(monkeypatch: pytest.MonkeyPatch) -> None:

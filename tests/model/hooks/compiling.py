@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.runner.cases import MAKE
-
 
 class Counting:
     """Compiles nothing: what dynamo captured runs op by op, bit for bit as before.
@@ -72,5 +70,3 @@ def repeated(pipe: Any, **options: Any) -> None:
 
 
 WAYS: dict[str, Callable[..., None]] = {"whole": whole, "in place": in_place, "blocks": repeated}
-
-__all__ = ["MAKE", "WAYS", "Counting"]

@@ -25,7 +25,7 @@ from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.model.hooks.compiling import WAYS, Counting
 from tests.pool import Pool
-from tests.recorded_calls import record_on_cpu
+from tests.recorded_calls import draw_both_ways
 from tests.runner.cases import MAKE, run, same
 
 UNEVEN = {"patches": 3, "warmup": 1}  # 12 rows and the text: no two patches have equally many tokens
@@ -145,24 +145,20 @@ def test_inductor_makes_the_same_picture() -> None:
     assert float((got - plain).norm() / plain.norm()) < 1e-4
 
 
-def draw_recorded(plan: dict[str, Any], *, recorded: bool) -> tuple[list[Tensor], list[int]]:
-    """Two pictures with compiled blocks, and how many calls were recorded and played."""
+def draw_recorded(plan: dict[str, Any]) -> bool:
+    """Whether calls with compiled blocks are recorded and played; two pictures are equal."""
     torch._dynamo.reset()
-    with record_on_cpu() as recorders, mock.patch.object(torch, "compile", partial(torch.compile, backend=Counting())):
-        runner = parallelize(MAKE["flux"](), Plan(**plan), compile=True, cuda_graphs=recorded)
-        pictures = [run(runner, "flux", seed=seed) for seed in (7, 8)]
-    return pictures, [each for one in recorders for each in (one.num_recorded, one.num_played)]
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=Counting())):
+        _, recorder = draw_both_ways(
+            MAKE["flux"], Plan(**plan), lambda runner: [run(runner, "flux", seed=seed) for seed in (7, 8)], compile=True
+        )
+    return min(recorder.num_recorded, recorder.num_played) > 0
 
 
 @pytest.mark.parametrize("plan", [UNEVEN, {"pipefusion": 2, "patches": 2, "warmup": 1}], ids=str)
 def test_compiled_blocks_are_recorded(pool: Pool, plan: dict[str, Any]) -> None:
     """Attention is an operator in compiled code. A failure means that a tape does not see what it does and sends."""
-    world = Plan(**plan).world
-    plain = pool.run(partial(draw_recorded, recorded=False), world, plan)
-    drawn = pool.run(partial(draw_recorded, recorded=True), world, plan)
-    for (wanted, _), (pictures, counts) in zip(plain, drawn, strict=True):
-        same(pictures, wanted)
-        assert min(counts) > 0
+    assert all(pool.run(draw_recorded, Plan(**plan).world, plan))
 
 
 def test_the_configs_say_what_they_set() -> None:

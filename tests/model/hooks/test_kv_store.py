@@ -73,11 +73,14 @@ def test_stores_belong_to_branch_and_layer() -> None:
 
 
 def test_slices_follow_their_source() -> None:
-    """A part is cut anew when it comes from another tensor, even of the same values."""
+    """A part is cut anew if it is of another tensor, even of the same values, or of a dictionary filled anew."""
     memory, made = GenerationMemory(), iter(range(100))
-    first, second = torch.zeros(2), torch.zeros(2)
-    actual = [memory.get_cached_slice("x", source, lambda: next(made)) for source in (first, first, second, first)]
-    assert actual == [0, 0, 1, 2]
+    first, second, cache = torch.zeros(2), torch.zeros(2), {"cache": object()}
+    sources = (first, first, second, first, cache, cache)
+    actual = [memory.get_cached_slice("x", source, lambda: next(made)) for source in sources]
+    assert actual == [0, 0, 1, 2, 3, 3]
+    cache["cache"] = object()
+    assert memory.get_cached_slice("x", cache, lambda: next(made)) == 4
 
 
 @pytest.mark.parametrize("rows", [1, 2])
