@@ -559,9 +559,9 @@ class _DividedPass:
             and image._version == passed.version
             and (text is None or text is passed.text or passed.text is None)
         )
-        state = self._state if is_passed_on else self._find_state(now, hook, image, text)
+        tokens = self._state if is_passed_on else self._find_state(now, hook, image, text)
         compute = functools.partial(self._compute_block, now, hook, call, forward)
-        state = self._state = self._policy.run_block(index, compute, state)
+        state = self._state = self._policy.run_block(index, compute, tokens)
         # After the last block the forward needs full-size streams again.
         if index == self._last:
             image, text = self._leave_blocks(now, anatomy, state, image, text)
@@ -569,7 +569,8 @@ class _DividedPass:
             return give_streams(anatomy, image, text)
         if self._has_all_tokens and state.image.shape[1] == now.tokens.layout.image_tokens:
             image, text = self._join_streams(anatomy, state)
-        elif index + 1 in now.form.glued:
+        # If another stage computes this block, nothing on this rank reads its tokens.
+        elif index + 1 in now.form.glued and state is not tokens:
             image, text = self._place_tokens(now, hook, state)
         self._passed = _PassedStreams(image, text, image._version, index)
         if not anatomy.is_tuple:
