@@ -135,20 +135,8 @@ def test_two_stages_and_a_file_of_prompts(capsys: pytest.CaptureFixture[str], mo
 def test_the_flags_under_torchrun(model: str) -> None:
     """--parallel-type takes the ranks that torchrun started, and all of them draw the one seed that the first chose."""
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ditile")
-    words = (
-        "a red circle",
-        "--model-path",
-        model,
-        "--parallel",
-        "ulysses",
-        "--uaa",
-        "--dcco",
-        "--attn",
-        "native",
-        "--out",
-        "a.png",
-    )
-    done = ditile("generate", *words, *CACHE, "--json", "a.json", module=launcher)
+    flags = ["--parallel", "ulysses", "--uaa", "--dcco", "--attn", "native", "--out", "a.png", "--json", "a.json"]
+    done = ditile("generate", "a red circle", "--model-path", model, *flags, *CACHE, module=launcher)
     assert done.returncode == 0, done.stderr
     facts = json.loads(Path("a.json").read_text())
     assert facts["ranks"] == 2 and opened("a.png").text["seed"] == str(facts["seed"])

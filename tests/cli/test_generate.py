@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import read_picture_texts
 from ditile.runner.requests.pipelines import convert_value_errors
 from tests import tiny
-from tests.cli.test_cli import ROOT, opened, refused
+from tests.cli.test_cli import ditile, opened, refused
 from tests.parallel.sequence import planned
 from tests.runner.single_files import COMFY, write_sparse_flux
 
@@ -159,17 +157,13 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def generate(*words: str) -> np.ndarray:
-    command = [sys.executable, "-m", "ditile", *WORDS, *words, "--out", "a.png"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = ditile(*WORDS, *words, "--out", "a.png")
     assert done.returncode == 0, done.stderr
-    with Image.open("a.png") as image:
-        return np.asarray(image)
+    return np.asarray(opened("a.png"))
 
 
 def test_the_image_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure means that ranks of the command read something else than the file has."""
-    monkeypatch.chdir(tmp_path)
     shutil.copytree(ASSETS / "shapes-flux", "model")
     (own,) = Path("model", "transformer").glob("*.safetensors")
     save_file({COMFY + name: tensor for name, tensor in load_file(own).items()}, "file.safetensors")
@@ -180,8 +174,7 @@ def test_the_image_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.Mon
         generate("--model=~/model", "--transformer", "file.safetensors", "--pipefusion", "2"),
     ]
     assert np.array_equal(*images)
-    with Image.open("a.png") as image:
-        components = image.text["components"]  # type: ignore[attr-defined]
+    components = opened("a.png").text["components"]
     size = os.path.getsize("file.safetensors")
     assert re.fullmatch(rf'{{"transformer": "file.safetensors: {size} bytes of 20..-..-..T.*"}}', components)
 

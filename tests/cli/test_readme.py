@@ -15,7 +15,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from ditile.cli import main
 from ditile.model.known import ASSETS, list_bundled_models
 from tests.cache.test_cache_dit_scripts import flux
 from tests.pool import Pool
+from tests.serve.running import run_server
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -96,24 +96,12 @@ def test_the_commands_of_the_readme_run_in_order(tmp_path: Path, capsys: pytest.
 
 
 def test_the_server_of_the_readme_answers_where_it_says(tmp_path: Path) -> None:
-    *_, words = iterate_commands(README.read_text("utf-8"))
-    # Another port than the README's, as another server may be running on this machine.
-    command = [sys.executable, "-m", "ditile", *words, "--port", "0", "--state", str(tmp_path / "jobs")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as server:
-        assert server.stderr is not None
-        try:
-            said = ""
-            while (address := re.search(r"http://127\.0\.0\.1:\d+", said)) is None:
-                line = server.stderr.readline()
-                assert line, said
-                said += line
-            with urllib.request.urlopen(f"{address[0]}/health", timeout=30) as answer:
-                assert answer.status == 200
-            with urllib.request.urlopen(f"{address[0]}/", timeout=30) as answer:
-                assert "<html" in answer.read().decode().lower()
-        finally:
-            server.terminate()
-            server.communicate(timeout=60)
+    *_, (_, *flags) = iterate_commands(README.read_text("utf-8"))
+    # On another port than the README's, as another server may be running on this machine.
+    run = run_server("shapes-pixart", *flags, "--port", "0", state=tmp_path / "jobs", page=True)
+    with run as server, server.client() as client:
+        assert client.get("/health").status_code == 200
+        assert "<html" in client.get("/").text.lower()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -6,16 +6,13 @@ A failure means that something works for the developers alone, who have everythi
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
-import time
-import urllib.request
 import venv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 from PIL import Image
 
@@ -28,6 +25,7 @@ from tests.packaging.environments import (
     build_wheel,
     run_pip,
 )
+from tests.serve.running import run_server
 
 PROMPT = "a large red circle on the left on a gray background"
 SHORT = ("--steps", "2", "--threads", "1")
@@ -65,7 +63,6 @@ writer.write_kv_data_to_file()
 writer.write_tensors_to_file()
 writer.close()
 """
-START_SECONDS, STOP_SECONDS = 120.0, 60.0
 
 
 @pytest.fixture(scope="module")
@@ -102,51 +99,13 @@ def check_packages(made: Environment, extras: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def serve(made: Environment, *flags: str) -> Iterator[str]:
-    """The address of a server, which is told to end afterwards and must do so in order."""
-    log = made.work / "server.log"
-    words = ["-m", "ditile", "serve", "--port", "0", "--state", str(made.work / "state"), *flags]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [str(made.python), *words], cwd=made.work, env=made.build_variables(), stdout=output, stderr=output
-        )
-    try:
-        yield wait_for_address(process, log)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(STOP_SECONDS) == 0, log.read_text("utf-8")
-    finally:
-        process.kill()
-        process.wait()
-
-
-def wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """The address in the server's log, when its ranks are ready too."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        _, found, address = log.read_text("utf-8").rpartition(" on http://")
-        if found and "\n" in address:
-            url = "http://" + address.split()[0]
-            if read_json(f"{url}/health")["status"] == "ok":
-                return url
-        time.sleep(0.2)
-    raise AssertionError(log.read_text("utf-8"))
-
-
-def read_json(url: str, fields: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The answer of a server, of a request that fails too."""
-    body = None if fields is None else json.dumps(fields).encode()
-    request = urllib.request.Request(url, body, {"content-type": "application/json"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), KeepErrors)
-    with opener.open(request, timeout=START_SECONDS) as answer:
-        found: dict[str, Any] = json.load(answer)
-        return found
-
-
-class KeepErrors(urllib.request.HTTPErrorProcessor):
-    """Answers of errors are answers."""
-
-    def http_response(self, request: Any, response: Any) -> Any:
-        return response
+def serve(made: Environment, *flags: str, page: bool = False) -> Iterator[httpx.Client]:
+    """Yield a client of a server, which is told to end afterwards and must do so in order."""
+    place = {"state": made.work / "state", "python": made.python, "environ": made.build_variables()}
+    flags = (*flags, "--threads", "1")
+    with run_server("shapes-flux", *flags, page=page, **place) as server, server.client() as client:
+        yield client
+        assert server.end() == 0, server.log
 
 
 def check_picture(path: Path) -> None:
@@ -164,29 +123,38 @@ def test_the_base_draws(base: Environment) -> None:
     check_picture(base.work / "a.png")
 
 
-@pytest.mark.parametrize(
-    ("words", "extra"),
-    [
-        (("serve",), "serve"),
-        (("generate", PROMPT, "--model", "shapes-wan", "--out", "a.mp4"), "video"),
-    ],
-)
-def test_the_base_names_the_extra(base: Environment, words: tuple[str, ...], extra: str) -> None:
+def test_the_base_names_the_extra(base: Environment) -> None:
     """In one line, before torch is imported or a rank started."""
-    assert f"pip install 'ditile[{extra}]'" in base.read_refusal(*words)
+    video = ("generate", PROMPT, "--model", "shapes-wan", "--out", "a.mp4")
+    for words, extra in ((("serve",), "serve"), (video, "video")):
+        assert f"pip install 'ditile[{extra}]'" in base.read_refusal(*words)
 
 
 def test_serve(make: Make) -> None:
     """Without peft, which diffusers wants wherever it is asked for LoRAs."""
-    with serve(make("serve"), "--model", "shapes-flux", "--pipefusion", "2", "--threads", "1") as url:
-        drawn = read_json(f"{url}/v1/images/generations", {"prompt": PROMPT, "num_inference_steps": 2})
+    with serve(make("serve"), "--pipefusion", "2") as client:
+        drawn = client.post("/v1/images/generations", json={"prompt": PROMPT, "num_inference_steps": 2}).json()
         assert len(drawn["data"]) == 1, drawn
 
 
 def test_page(make: Make) -> None:
-    made = make("serve", "page")
-    with serve(made, "--model", "shapes-flux", "--threads", "1") as url, urllib.request.urlopen(url) as answer:
-        assert "gradio" in answer.read().decode()
+    with serve(make("serve", "page"), page=True) as client:
+        assert "gradio" in client.get("/").text
+
+
+@pytest.mark.parametrize(
+    ("extra", "program", "flags"),
+    [
+        ("lora", MAKE_LORA, "--pipefusion 2 --lora pytorch_lora_weights.safetensors"),
+        ("quantize", "", "--quantize --quantize-type int8_weight_only"),
+        ("gguf", MAKE_GGUF, "--transformer transformer.gguf --pipefusion 2"),
+    ],
+)
+def test_an_image_with_an_extra(make: Make, extra: str, program: str, flags: str) -> None:
+    made = make(extra)
+    made.run_python(program)
+    made.run_ditile("generate", PROMPT, "--model", "shapes-flux", *SHORT, *flags.split(), "--out", "a.png")
+    check_picture(made.work / "a.png")
 
 
 def test_video(make: Make) -> None:
@@ -195,43 +163,12 @@ def test_video(make: Make) -> None:
     assert (made.work / "a.mp4").read_bytes()[4:8] == b"ftyp"
 
 
-def test_lora(make: Make) -> None:
-    made = make("lora")
-    made.run_python(MAKE_LORA)
-    lora = ("--lora", "pytorch_lora_weights.safetensors")
-    made.run_ditile("generate", PROMPT, "--model", "shapes-flux", "--pipefusion", "2", *SHORT, *lora, "--out", "a.png")
-    check_picture(made.work / "a.png")
-
-
-def test_quantize(make: Make) -> None:
-    made = make("quantize")
-    words = ("--quantize", "--quantize-type", "int8_weight_only", "--out", "a.png")
-    made.run_ditile("generate", PROMPT, "--model", "shapes-flux", *SHORT, *words)
-    check_picture(made.work / "a.png")
-
-
-def test_gguf(make: Make) -> None:
-    made = make("gguf")
-    made.run_python(MAKE_GGUF)
-    words = ("--model", "shapes-flux", "--transformer", "transformer.gguf", "--pipefusion", "2", "--out", "a.png")
-    made.run_ditile("generate", PROMPT, *SHORT, *words)
-    check_picture(made.work / "a.png")
-
-
 def test_bitsandbytes(tmp_path: Path) -> None:
     """It prints while it is imported, so it is beside the developers' packages here alone, with its own tests."""
     made = build_environment_beside(tmp_path, "bitsandbytes")
-    words = (
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "nf4 or bitsandbytes",
-        "tests/runner/test_prequantized.py",
-    )
-    done = subprocess.run([str(made), *words], cwd=ROOT, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "nf4 or bitsandbytes")
+    command = [str(made), *words, "tests/runner/test_prequantized.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=COMMAND_SECONDS)
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout
 
 

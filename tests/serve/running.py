@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -30,12 +31,24 @@ class RunningServer:
         flags: further words of the command.
         state: its state folder.
         page: whether it has its web page.
+        python: which runs it.
+        environ: variables of the process.
 
     Attributes:
         url: where it listens, when it is ready.
     """
 
-    def __init__(self, model: str, flags: tuple[str, ...], state: Path, *, page: bool = False, **environ: str) -> None:
+    def __init__(
+        self,
+        model: str,
+        flags: tuple[str, ...],
+        state: Path,
+        *,
+        page: bool = False,
+        python: Path | str = sys.executable,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        state = state.resolve()
         self.url, self._log, self.state = "", state.with_suffix(".log"), state
         # A server that ran on this folder before has written there too.
         self._since = self._log.stat().st_size if self._log.exists() else 0
@@ -43,11 +56,12 @@ class RunningServer:
         words += [*([] if page else ["--no-page"]), *flags]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ditile", *words],
+                [str(python), "-m", "ditile", *words],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"HF_HUB_OFFLINE": "1"} | environ,
+                cwd=state.parent,
+                env={**environ, "HF_HUB_OFFLINE": "1"},
             )
 
     @property
@@ -81,9 +95,9 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def run_server(model: str, *flags: str, state: Path, page: bool = False, **environ: str) -> Iterator[RunningServer]:
+def run_server(model: str, *flags: str, state: Path, **options: Any) -> Iterator[RunningServer]:
     """A server that is ready, until the context is left."""
-    server = RunningServer(model, flags, state, page=page, **environ)
+    server = RunningServer(model, flags, state, **options)
     try:
         yield server.wait_until_ready()
     finally:

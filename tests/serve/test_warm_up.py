@@ -21,11 +21,14 @@ from tests.recorded_calls import record_on_cpu
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class NoServer:
-    """A link to no server."""
+class Answers:
+    """A link that keeps the answers of a rank, and their files."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[dict[str, Any], Any]] = []
 
     def send_message(self, message: dict[str, Any], files: Any = None) -> None:
-        raise AssertionError("no batch is running")
+        self.sent.append((message, files))
 
     def receive_message(self) -> Any:
         raise EOFError
@@ -36,7 +39,7 @@ def serve_first_user(plan: Plan) -> tuple[int, Any]:
     engine = ServeOptions(model="shapes-flux", cuda_graphs=True, device="cpu")
     with record_on_cpu():
         setup = WorkerSetup(options=engine, plan=plan, cache=CacheOptions())
-        worker = RankWorker(setup, NoServer())
+        worker = RankWorker(setup, Answers())
     with mock.patch.object(worker, "_generate_jobs", wraps=worker._generate_jobs) as generated:
         worker._warm_up()
     options = GenerateOptions(model="shapes-flux", prompt=worker._facts.example, steps=8, seed=1)
@@ -57,30 +60,18 @@ def test_the_image_of_the_first_user_is_played(pool: Pool, axis: str, num_code: 
         assert 2 <= num_warm <= MAX_WARM_CALLS
 
 
-class Answers(NoServer):
-    """A link that keeps what is sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
-
-    def send_message(self, message: dict[str, Any], files: Any = None) -> None:
-        self.sent.append(message)
-
-
-def serve_requests(
-    plan: Plan, requests: list[dict[str, Any]], prompt: str | None = None, **cache: Any
-) -> list[dict[str, Any]]:
-    """The last answer of a rank to each of some requests; of ranks that answer nothing, no answers."""
+def serve_requests(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last answer of a rank to each of some requests."""
     link = Answers()
     options = ServeOptions(model="shapes-flux", device="cpu")
-    setup = WorkerSetup(options=options, plan=plan, cache=CacheOptions(**cache))
+    setup = WorkerSetup(options=options, plan=Plan(), cache=CacheOptions())
     worker = RankWorker(setup, link)
     answers = []
     for number, changes in enumerate(requests):
-        wanted = GenerateOptions(model="shapes-flux", prompt=prompt or worker._facts.example, seed=1)
+        wanted = GenerateOptions(model="shapes-flux", prompt=worker._facts.example, seed=1)
         worker._running_id = f"batch_{number}"
         worker._generate_batch([BatchJob("image_x", Request(options=wanted, **changes))])
-        answers += link.sent[-1:]
+        answers.append(link.sent[-1][0])
     return answers
 
 
@@ -91,7 +82,7 @@ def test_a_promise_that_leaves_no_step_out(pool: Pool) -> None:
     the field that was sent.
     """
     requests = [{"bounds": Bounds(min_psnr=500.0)}, {"bounds": Bounds(min_psnr=40.0)}, {"computed_steps": 30}]
-    [(best, fewer, refused)] = pool.run(serve_requests, 1, Plan(), requests)
+    [(best, fewer, refused)] = pool.run(serve_requests, 1, requests)
     assert best["kind"] == "done", best
     assert best["result"]["facts"]["promise"]["computed_steps"] == 20 and best["result"]["facts"]["left_out"] == []
     assert fewer["result"]["facts"]["promise"]["computed_steps"] < 20 and fewer["result"]["facts"]["left_out"]
