@@ -21,33 +21,13 @@ from ditile.cache.unit_decision import CacheCall, split_into_units
 from ditile.model.hooks.protocols import CallPosition, SkipAgreement
 from ditile.plan.anatomy import Flow
 from ditile.plan.errors import StateError
-from ditile.runner import caching
 from tests.cache.pictures import outputs, settings_for
 from tests.families import FAMILIES
-from tests.parallel.sequence.planned import wan_pipeline
 from tests.runner.cases import MAKE, same
 
 STEPS, SPARE = 8, 4
 SETTINGS = settings_for(STEPS, SPARE)
 CACHE, EXACT, PRUNE, REST, draw = SETTINGS
-
-
-@pytest.mark.parametrize("scale", [3.0, 1.0])
-@pytest.mark.parametrize("model", ["flux true cfg", "wan"])
-def test_guidance_is_seen_from_the_calls(model: str, scale: float) -> None:
-    """Without guidance there is one call in each step. It was taken for half a step, so that twice the warmup was
-    computed, and steps were compared with the last but one."""
-    if model == "wan":
-        pipe, call = wan_pipeline()
-        pipe.register_to_config(boundary_ratio=None)
-        call |= {"guidance_scale": scale, "num_inference_steps": STEPS}
-        ditile.enable_cache(pipe, CACHE)
-        pipe(**call, generator=torch.Generator().manual_seed(0))
-    else:
-        pipe = ditile.enable_cache(MAKE[model](), CACHE)
-        draw(pipe, model, true_cfg_scale=scale)
-    of_first = caching.summary(pipe, logging=False)[0].decisions
-    assert [each.skipped for each in of_first] == [REST] * (2 if scale > 1 else 1)
 
 
 def test_one_measure_for_all_lists() -> None:

@@ -1,4 +1,4 @@
-"""EasyCache and gated guidance: equal to the authors' loops written out here, and on ranks to one process."""
+"""EasyCache and gated guidance: equal to the authors' loops written out here. `test_methods` has their ranks."""
 
 from __future__ import annotations
 
@@ -17,30 +17,26 @@ from torch import Tensor
 import ditile
 from ditile.cache.methods.gating import CAPTION_FIRST
 from ditile.model.hooks.overrides import override_attribute
-from ditile.plan.plan import Plan
-from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.cache.pictures import skipped
-from tests.pool import CaseError, Pool
-from tests.runner.cases import MAKE, call_of, different, make_double, same
+from tests.runner.cases import different, same
 from tests.zoo import ZOO
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
 STEPS = 12
 CONFIG = ditile.EasyCacheConfig(threshold=0.4, retention_steps=3)
-ZOO_NAMES = ["sana", "mochi", "flux", "pixart-sigma", "qwen-image", "wan-2.1", "hunyuan-dit", "z-image"]
 
 
-def make(name: str) -> tuple[Any, dict[str, Any]]:
+def make(name: str, steps: int = STEPS) -> tuple[Any, dict[str, Any]]:
     if name == "unet":
         pipe = tiny.stable_diffusion()
         # PNDM makes a step more than it is asked for.
         pipe.scheduler = DDIMScheduler(beta_end=0.004, clip_sample=False)
         generator = torch.Generator().manual_seed(0)
         size = {"height": 32, "width": 24, "output_type": "latent"}
-        return pipe, size | {"prompt": "a red circle", "num_inference_steps": STEPS, "generator": generator}
+        return pipe, size | {"prompt": "a red circle", "num_inference_steps": steps, "generator": generator}
     entry = ZOO[name]
-    return entry.make(), entry.call() | {"num_inference_steps": STEPS}
+    return entry.make(), entry.call() | {"num_inference_steps": steps}
 
 
 def model_of(pipe: Any) -> Any:
@@ -103,21 +99,6 @@ def by_authors(pipe: Any, branches: int, config: Any) -> Iterator[list[Authors]]
         yield loops
 
 
-@pytest.mark.parametrize("name", ["unet", *ZOO_NAMES])
-def test_calls_are_left_out_and_none_at_the_limit(name: str) -> None:
-    """A failure at the limit: a cache that computes everything changes the image."""
-    pipe, call = make(name)
-    plain = pipe(**call)[0]
-    ditile.enable_cache(pipe, CONFIG.reset(threshold=0))
-    same(pipe(**make(name)[1])[0], plain, name)
-    assert not any(skipped(pipe))
-    ditile.enable_cache(pipe, CONFIG.reset(threshold=1000.0))
-    different(pipe(**make(name)[1])[0], plain)
-    assert skipped(pipe) and all(steps == list(range(3, STEPS - 1)) for steps in skipped(pipe))
-    ditile.disable_cache(pipe)
-    same(pipe(**make(name)[1])[0], plain, "the cache was taken off")
-
-
 @pytest.mark.parametrize(("name", "branches"), [("unet", 1), ("flux", 2), ("wan-2.1", 2), ("qwen-image", 2)])
 def test_decisions_and_images_are_the_authors(name: str, branches: int) -> None:
     """A failure: another k, another sum, or another difference that is added."""
@@ -134,40 +115,6 @@ def test_decisions_and_images_are_the_authors(name: str, branches: int) -> None:
     got = torch.as_tensor(pipe(**make(name)[1])[0])
     assert skipped(pipe) == [loop.skipped for loop in loops]
     assert float((got - wanted).abs().max() / wanted.std()) < 1e-4
-
-
-def draw(name: str, plan: str | None, threshold: float) -> tuple[Tensor, list[list[int]], int]:
-    """Latents in float64, the steps left out, and the bytes by which a rank agreed with others."""
-    pipe = MAKE[name]()
-    make_double(pipe)
-    ditile.enable_cache(pipe, CONFIG.reset(threshold=threshold))
-    call = call_of(name, num_inference_steps=STEPS, num_images_per_prompt=2)
-    if plan is None:
-        return pipe(**call).images, skipped(pipe), 0
-    runner = parallelize(pipe, Plan.parse(plan), keep_weights=True)
-    latents = runner(**call).images
-    return latents, skipped(pipe), runner.mesh.traffic.bytes.get("decisions", 0)
-
-
-EXACT = [("flux", "ulysses=2"), ("flux", "ring=2"), ("flux", "tensor=2"), ("flux true cfg", "cfg=2"),
-         ("pixart sigma", "cfg=2"), ("pixart sigma", "ulysses=2 cfg=2")]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "plan"), EXACT)
-def test_ranks_leave_out_what_one_process_does(pool: Pool, name: str, plan: str) -> None:
-    """A failure: ranks decided apart, or a forecast was made of what had not arrived."""
-    for threshold in (0.4, 0.8, 1.6, 3.2, 6.4):
-        wanted, steps, _ = draw(name, None, threshold)
-        if 0 < len(steps[0]) < STEPS - 1 - 3:
-            break
-    else:
-        pytest.fail("no threshold tells the steps apart")
-    world = Plan.parse(plan).world
-    for rank, (latents, own, sent) in enumerate(pool.run(draw, world, name, plan, threshold)):
-        assert float((latents - wanted).abs().max() / wanted.std()) < 1e-6, f"rank {rank}"
-        assert own == steps
-        # A number of 8 bytes to each other rank, in each step that is measured.
-        assert sent == 8 * (world - 1) * (STEPS - 1 - 3)
 
 
 GATED = list(range(6, STEPS))
@@ -223,45 +170,6 @@ def test_gated_guidance_is_the_kept_difference(name: str) -> None:
     assert skipped(pipe) == [[], GATED]
     ditile.disable_cache(pipe)
     same(pipe(**make(name)[1])[0], plain, "the cache was taken off")
-
-
-def draw_gated(name: str, plan: str | None, images: int) -> tuple[Tensor, list[list[int]]]:
-    """Latents in float64, and the steps left out."""
-    pipe = MAKE[name]()
-    make_double(pipe)
-    ditile.enable_cache(pipe, GATE)
-    call = call_of(name, num_inference_steps=STEPS, num_images_per_prompt=images)
-    runner = pipe if plan is None else parallelize(pipe, Plan.parse(plan))
-    return runner(**call).images, skipped(pipe)
-
-
-GATED_AXES = [("flux true cfg", "ulysses=2"), ("flux true cfg", "ring=2"), ("pixart sigma", "tensor=2"),
-         ("pixart sigma", "ulysses=2"), ("pixart sigma", "data=2"), ("flux true cfg", "data=2"),
-         ("sd3.5 medium", "ulysses=2")]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "plan"), GATED_AXES)
-def test_ranks_equal_one_process(pool: Pool, name: str, plan: str) -> None:
-    """A failure: a rank computed other rows than it returned, or ranks gated in other steps."""
-    wanted, steps = draw_gated(name, None, 2)
-    assert steps == [[], GATED]
-    for rank, (latents, own) in enumerate(pool.run(draw_gated, 2, name, plan, 2)):
-        assert float((latents - wanted).abs().max() / wanted.std()) < 1e-6, f"rank {rank}"
-        assert own == steps
-
-
-@pytest.mark.parametrize(
-    ("draws", "plan", "how", "message"),
-    [
-        (draw_gated, "cfg=2", 1, "gate=0.5 leaves one half of cfg=2 without work"),
-        (draw_gated, "pipefusion=2 patches=2", 1, "gate=0.5 changes how many rows a call has"),
-        (draw, "distrifusion=2 warmup=1", 0.4, "decides in each step.*use a schedule"),
-    ],
-)
-def test_plans_that_cannot_do_it_refuse(pool: Pool, draws: Any, plan: str, how: float, message: str) -> None:
-    """Gating needs both branches and all rows; EasyCache decides what stages must know before."""
-    with pytest.raises(CaseError, match=message):
-        pool.run(draws, 2, "pixart sigma", plan, how)
 
 
 PREDICTION_HALVES = re.compile(r"(\w+), (\w+) = (?:\w+\.chunk\(2\)|torch\.split\(\s*\w+, len\(\w+\) // 2)")

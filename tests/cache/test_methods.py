@@ -1,4 +1,7 @@
-"""MagCache, SeaCache and Spectrum: equal to diffusers, to formulas written out here, and on ranks to one process."""
+"""Caches of whole calls: exact at their limits, and on ranks equal to one process, all methods alike.
+
+MagCache, SeaCache and Spectrum are equal to diffusers, or to formulas written out here.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,21 @@ from ditile.cache.methods.spectrum import ChebyshevCalibratorConfig
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner import caching
-from ditile.runner.runner import parallelize
 from tests.cache.pictures import skipped
-from tests.pool import Pool
-from tests.runner.cases import MAKE, call_of, make_double, same
-from tests.zoo import ZOO
+from tests.cache.test_easycache import make
+from tests.pool import CaseError, Pool
+from tests.runner.cases import MAKE, call_of, divided, make_double, same
 
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
 STEPS = 9
 RATIOS = [1.0, 1.4, 1.2, 1.01, 1.02, 1.01, 1.0, 0.97, 0.9]
 MAG = ditile.MagCacheConfig(mag_ratios=RATIOS, retention_ratio=0.3)
 SPECTRUM = ditile.SpectrumConfig(warmup_steps=3, flex_window=0.5)
 SEA = ditile.SeaCacheConfig(threshold=0.9)
-METHODS = {"mag": MAG, "spectrum": SPECTRUM, "sea": SEA}
+EASY = ditile.EasyCacheConfig(threshold=0.8, retention_steps=2)
+METHODS = {"mag": MAG, "spectrum": SPECTRUM, "sea": SEA, "easy": EASY, "fitted": ditile.FittedScheduleConfig(steps=5)}
+GATE = ditile.GuidanceGateConfig(gate=0.5)
+GATED = list(range(4, STEPS))
 NOTHING_LEFT_OUT = [
     MAG.reset(threshold=0),
     MAG.reset(max_skip_steps=0),
@@ -38,13 +44,17 @@ NOTHING_LEFT_OUT = [
     SPECTRUM.reset(window_size=1, flex_window=0),
     SEA.reset(threshold=0),
     SEA.reset(retention_steps=STEPS),
+    EASY.reset(threshold=0),
+    ditile.FittedScheduleConfig(steps=STEPS),
 ]
-FAMILIES = ["flux", "pixart-sigma", "qwen-image", "wan-2.1", "z-image", "stable-diffusion-3"]
+FAMILIES = [
+    *("flux", "pixart-sigma", "qwen-image", "wan-2.1", "z-image", "stable-diffusion-3"),
+    *("unet", "sana", "mochi", "hunyuan-dit"),
+]
 
 
 def family(name: str) -> tuple[Any, dict[str, Any]]:
-    entry = ZOO[name]
-    return entry.make(), entry.call() | {"num_inference_steps": STEPS}
+    return make(name, STEPS)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -52,14 +62,18 @@ def test_methods_leave_out_steps_and_none_at_their_limit(name: str) -> None:
     """A failure at the limit: a cache that computes everything changes the image."""
     pipe, _ = family(name)
     plain = pipe(**family(name)[1])[0]
-    for config in NOTHING_LEFT_OUT:
+    largest = EASY.reset(threshold=1000.0)
+    for config in (*NOTHING_LEFT_OUT, *(METHODS | {"easy": largest}).values()):
+        if name == "unet" and not isinstance(config, ditile.EasyCacheConfig):
+            continue
         ditile.enable_cache(pipe, config)
-        same(pipe(**family(name)[1])[0], plain, str(config))
-        assert not any(skipped(pipe)), config
-    for config in METHODS.values():
-        ditile.enable_cache(pipe, config)
-        pipe(**family(name)[1])
-        assert all(skipped(pipe)) and caching.summary(pipe, logging=False)[0].saved > 0, config
+        image = pipe(**family(name)[1])[0]
+        if config in NOTHING_LEFT_OUT:
+            same(image, plain, str(config))
+            assert not any(skipped(pipe)), config
+        else:
+            assert all(skipped(pipe)) and caching.summary(pipe, logging=False)[0].saved > 0, config
+        assert config is not largest or all(steps == list(range(2, STEPS - 1)) for steps in skipped(pipe))
     ditile.disable_cache(pipe)
     same(pipe(**family(name)[1])[0], plain, "the cache was taken off")
 
@@ -142,16 +156,29 @@ def test_spectrum_is_a_ridge_regression() -> None:
         assert forecast.forecast_value(13).numpy() == pytest.approx(wanted, rel=1e-9)
 
 
-EXACT = [("flux", "ulysses=2"), ("flux", "ring=2"), ("flux", "tensor=2"), ("flux true cfg", "cfg=2"),
-         ("pixart sigma", "cfg=2"), ("pixart sigma", "ulysses=2"), ("sd3.5 medium", "ulysses=2 cfg=2"),
-         ("pixart sigma", "pipefusion=2 patches=1"), ("flux", "pipefusion=3 patches=1"),
-         ("pixart sigma", "data=2")]  # fmt: skip
+EXACT = [
+    *(("flux", plan) for plan in ("ulysses=2", "ring=2", "tensor=2", "pipefusion=3 patches=1")),
+    *(("flux true cfg", plan) for plan in ("cfg=2", "ulysses=2", "ring=2", "data=2")),
+    *(("pixart sigma", plan) for plan in ("cfg=2", "tensor=2", "ulysses=2", "data=2", "patches=1", "ulysses=2 cfg=2")),
+    *(("sd3.5 medium", plan) for plan in ("ulysses=2 cfg=2", "ulysses=2")),
+    ("pixart sigma", "pipefusion=2 patches=1"),
+]
 
 
-def draw(name: str, plan: str | None) -> dict[str, tuple[Tensor, Any, int]]:
+def list_methods(name: str, plan: str) -> dict[str, Any]:
+    """Return those that run under a plan: gating needs both branches and all rows, and two know no stages."""
+    methods = dict(METHODS)
+    if "pipefusion" in plan:
+        del methods["easy"], methods["fitted"]
+    elif name != "flux" and "cfg" not in plan:
+        methods["gate"] = GATE
+    return methods
+
+
+def draw(name: str, methods: dict[str, Any], plan: str | None) -> dict[str, tuple[Tensor, list[list[int]], int]]:
     """Latents in float64, the steps left out, and bytes that were sent to agree; of each method."""
     found = {}
-    for method, config in METHODS.items():
+    for method, config in methods.items():
         pipe = MAKE[name]()
         make_double(pipe)
         ditile.enable_cache(pipe, config)
@@ -159,22 +186,47 @@ def draw(name: str, plan: str | None) -> dict[str, tuple[Tensor, Any, int]]:
         if plan is None:
             found[method] = pipe(**call).images, skipped(pipe), 0
             continue
-        runner = parallelize(pipe, Plan.parse(plan), keep_weights=True)
-        latents = runner(**call).images
-        sent = runner.mesh.traffic.bytes.get("decisions", 0)
-        ditile.disable_cache(pipe)
-        found[method] = latents, [], sent
-        runner.restore()
+        with divided(pipe, **Plan.parse(plan).to_dict()) as runner:
+            latents = runner(**call).images
+            found[method] = latents, skipped(pipe), runner.mesh.traffic.bytes.get("decisions", 0)
     return found
 
 
 @pytest.mark.parametrize(("name", "plan"), EXACT)
 def test_ranks_leave_out_what_one_process_does(pool: Pool, name: str, plan: str) -> None:
-    """A failure: ranks decided apart, or what is remembered belongs to other tokens or rows."""
-    wanted = draw(name, None)
+    """A failure: ranks decided apart or computed other rows than they returned, or what is remembered belongs to other
+    tokens or rows."""
+    methods, parsed = list_methods(name, plan), Plan.parse(plan)
+    wanted = draw(name, methods, None)
     assert all(any(steps) for _, steps, _ in wanted.values())
-    for rank, found in enumerate(pool.run(draw, Plan.parse(plan).world, name, plan)):
-        for method, (latents, _, sent) in found.items():
-            right, _, _ = wanted[method]
+    if "gate" in methods:
+        assert wanted["gate"][1] == [[], GATED]
+    # One that leaves out all that it may would hide what it measured.
+    assert 0 < len(wanted["easy"][1][0]) < STEPS - 3 if "easy" in methods else True
+    for rank, found in enumerate(pool.run(draw, parsed.world, name, methods, plan)):
+        for method, (latents, own, sent) in found.items():
+            right, steps, _ = wanted[method]
             assert float((latents - right).abs().max() / right.std()) < 1e-6, f"rank {rank}, {method}"
-            assert method == "sea" or sent == 0, f"rank {rank} sent {sent} bytes although all know the steps"
+            assert own[: len(steps)] == steps or method not in ("easy", "gate", "fitted"), f"rank {rank}, {method}"
+            if method == "easy" and parsed.data == 1:
+                # A number of 8 bytes to each other rank, in each step that is measured.
+                assert sent == 8 * (parsed.world - 1) * (STEPS - 1 - 2)
+            assert method in ("sea", "easy") or sent == 0, f"rank {rank} sent {sent} bytes although all know the steps"
+
+
+def refuse(config: Any, plan: str) -> None:
+    draw("pixart sigma", {"": config}, plan)
+
+
+@pytest.mark.parametrize(
+    ("config", "plan", "message"),
+    [
+        (GATE, "cfg=2", "gate=0.5 leaves one half of cfg=2 without work"),
+        (GATE, "pipefusion=2 patches=2", "gate=0.5 changes how many rows a call has"),
+        (EASY, "distrifusion=2 warmup=1", "decides in each step.*use a schedule"),
+    ],
+)
+def test_plans_that_cannot_do_it_refuse(pool: Pool, config: Any, plan: str, message: str) -> None:
+    """Gating needs both branches and all rows; EasyCache decides what stages must know before."""
+    with pytest.raises(CaseError, match=message):
+        pool.run(refuse, 2, config, plan)

@@ -25,59 +25,11 @@ from tests.parallel.pipefusion.simulated import TWO_CALLS, Case, arguments, dist
 from tests.parallel.pipefusion.simulation import Simulation
 from tests.parallel.sequence import planned
 from tests.pool import Pool
-from tests.runner.cases import MAKE, different, run, same
+from tests.runner.cases import different, same
 
 STEPS = 10
 COMPUTED = (0, 1, 2, 5, 6, 8)
 WEIGHTS = weigh_by_reach(COMPUTED, STEPS)
-
-
-def draw_with_steps(
-    name: str, plan: Plan | None, steps: int | None, changes: dict[str, Any] | None = None
-) -> tuple[Tensor, list[list[int]]]:
-    """An image, and the steps that were left out; of one process without a plan."""
-    pipe = MAKE[name]()
-    if steps is not None:
-        caching.enable_cache(pipe, FittedScheduleConfig(steps=steps))
-    target = pipe if plan is None else ditile.parallelize(pipe, plan, keep_weights=True)
-    image = run(target, name, num_inference_steps=STEPS, **changes or {})
-    skipped = []
-    if steps is not None:
-        reports = caching.summary(target, logging=False)
-        skipped = [decision.skipped for report in reports for decision in report.decisions]
-    return image, skipped
-
-
-@pytest.mark.parametrize("name", ["flux true cfg", "flux", "pixart sigma", "sd3"])
-def test_all_steps_computed_is_the_plain_image(name: str) -> None:
-    """A failure means that a call that is made is not the pipeline's own, or that a kept output was written into."""
-    plain, _ = draw_with_steps(name, None, None)
-    every, skipped = draw_with_steps(name, None, STEPS)
-    same(every, plain, "all steps compute")
-    assert not any(skipped)
-    half, skipped = draw_with_steps(name, None, 5)
-    different(half, plain)
-    assert skipped and all(steps == [3, 4, 6, 8, 9] or len(steps) == 5 for steps in skipped)
-
-
-AXES = ["patches=1", "ulysses=2", "ring=2", "tensor=2", "cfg=2", "data=2"]
-
-
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma"])
-def test_two_ranks_equal_one(pool: Pool, axis: str, name: str) -> None:
-    """Which steps compute is known beforehand, so every exact axis gives the image of one process with the same steps.
-
-    A failure means that a forecast took rows or branches that this rank has not, or that ranks left out other steps."""
-    plan = Plan.parse(axis)
-    changes: dict[str, Any] = {"num_images_per_prompt": 2} if axis == "data=2" else {}
-    alone, skipped = draw_with_steps(name, None, 6, changes)
-    results = pool.run(draw_with_steps, plan.world, name, plan, 6, changes)
-    for image, own in results:
-        assert distance(torch.as_tensor(image), torch.as_tensor(alone)) < 2e-5
-        assert all(steps == skipped[0] for steps in own)
-    if axis == "patches=1":
-        same(results[0][0], alone, axis)
 
 
 CASES = {

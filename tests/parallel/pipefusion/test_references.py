@@ -118,17 +118,6 @@ def test_distrifusion_leaves_out_each_ranks_share(pool: Pool) -> None:
         assert (got[2] - plain).abs().max() < plain.abs().max() / 4
 
 
-@pytest.mark.parametrize("references", [0, 2])
-def test_distrifusion_exchanges_no_keys_of_references_that_are_left_out(pool: Pool, references: int) -> None:
-    """Each rank sends the keys of its share of the image, and of the references where these are computed."""
-    schedule = PatchSchedule(1, 1, LONG, 1, distrifusion=2, references=references, num_references=1)
-    # the last step's keys are read by nobody
-    fresh = sum(map(schedule.computes_references, range(LONG - 1)))
-    tokens = (LONG - 1) * IMAGE // 2 + fresh * REFERENCE // 2
-    sent = pool.run(send_bytes, 2, {"distrifusion": 2, "references": references}, "distrifusion")
-    assert sent == [2 * LAYERS * tokens * tiny.WIDTH * 4] * 2
-
-
 @pytest.mark.parametrize("references", [0, 1, 3])
 def test_calls_and_ages_are_those_of_the_schedule(references: int) -> None:
     """A block is called once for each patch of a step that computes it; each attention reads keys of the right age."""
@@ -159,9 +148,14 @@ def send_bytes(plan: dict[str, Any], kind: str) -> int:
 
 @pytest.mark.parametrize("references", [0, 2])
 def test_no_message_brings_references_that_are_left_out(pool: Pool, references: int) -> None:
-    """A stage sends each step the tokens of the image and the text, and those of references in some."""
+    """A stage sends each step the tokens of the image and the text, and those of references in some; a rank of
+    DistriFusion the keys of its share of the image, and of the references where these are computed."""
     schedule = PatchSchedule(2, 3, LONG, 1, references=references, num_references=1)
-    fresh = sum(map(schedule.computes_references, range(LONG)))
-    tokens = LONG * (TEXT + IMAGE) + fresh * REFERENCE
+    fresh = list(map(schedule.computes_references, range(LONG)))
+    tokens = LONG * (TEXT + IMAGE) + sum(fresh) * REFERENCE
     sent = pool.run(send_bytes, 2, {"pipefusion": 2, "references": references}, "activations")
     assert sent == [tokens * tiny.WIDTH * 4, 0]
+    # The last step's keys are read by nobody.
+    tokens = (LONG - 1) * IMAGE // 2 + sum(fresh[:-1]) * REFERENCE // 2
+    sent = pool.run(send_bytes, 2, {"distrifusion": 2, "references": references}, "distrifusion")
+    assert sent == [2 * LAYERS * tokens * tiny.WIDTH * 4] * 2

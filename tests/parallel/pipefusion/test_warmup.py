@@ -18,9 +18,9 @@ from ditile.plan.schedule import PatchSchedule
 from ditile.plan.simulate import bound_speedup
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.parallel.sequence.test_tokens import TOLERANCE
+from tests.parallel.sequence.test_tokens import TOLERANCE, plain_and_divided
 from tests.pool import CaseError, Pool, on_ranks
-from tests.runner.cases import MAKE, close, divided, draw_plain, run, same
+from tests.runner.cases import MAKE, close, divided, run, same
 from tests.runner.loras import folder_of, load
 
 FLOAT = 4
@@ -28,21 +28,11 @@ TWO = {"prompt": ["a red circle", "a blue square"]}
 ODD = {"height": 40, "width": 56, "max_sequence_length": 7}
 
 
-def pictures(name: str, plans: list[dict[str, Any]], call: dict[str, Any]) -> list[Any]:
-    """On a rank: the latents without a plan, then under each."""
-    pipe = MAKE[name]()
-    results = [draw_plain(name, **call)]
-    for plan in plans:
-        with divided(pipe, **plan) as runner:
-            results.append(run(runner, name, **call))
-    return results
-
-
 def as_serial(pool: Pool, name: str, ranks: int, mode: dict[str, Any], *, exact: bool = False, **call: Any) -> None:
     """Some warmup, two steps of it, and nothing but warmup: the mode's pictures are those of serial warmup."""
     plans = [{"pipefusion": ranks, "patches": 3, "warmup": w} for w in (1, 2, 99)]
     both = [plan | also for plan in plans for also in ({}, mode)]
-    for rank, (plain, *results) in enumerate(pool.run(pictures, ranks, name, both, call)):
+    for rank, (plain, *results) in enumerate(pool.run(plain_and_divided, ranks, name, both, call)):
         for plan, serial, got in zip(plans, results[::2], results[1::2], strict=True):
             what = f"{name} {plan} {mode} rank {rank}"
             same(got, serial, what) if exact else close(got, serial, what)
@@ -69,7 +59,7 @@ def test_unequal_pieces(pool: Pool) -> None:
 def test_pieces_with_shared_tokens(pool: Pool, also: dict[str, int]) -> None:
     """A failure means that a rank of a stage holds the keys of other rows than its neighbour."""
     plan = {"pipefusion": 2, "patches": 3, "warmup": 2} | also
-    serial, got = (pool.run(pictures, 4, "sd3.5 medium", [plan | mode], ODD) for mode in ({}, PIPELINED))
+    serial, got = (pool.run(plain_and_divided, 4, "sd3.5 medium", [plan | mode], ODD) for mode in ({}, PIPELINED))
     for rank in range(4):
         close(got[rank][1], serial[rank][1], f"{also} rank {rank}")
 
@@ -88,11 +78,20 @@ def guidance_ends(plan: dict[str, Any]) -> Any:
     return run(parallelize(pipe, Plan(**plan)) if plan else pipe, "sd3.5 medium", **call)
 
 
-@pytest.mark.parametrize("plan", [PIPELINED, {}, {"patches": 1}], ids=str)
-def test_rows_that_change_in_mid_run_are_refused(pool: Pool, plan: dict[str, Any]) -> None:
-    """On whatever stage comes there first, which ends the run. A failure means that it computes with other rows."""
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *({"pipefusion": 2, "warmup": 99} | also for also in (PIPELINED, {}, {"patches": 1})),
+        # Each half of cfg has one row before and after.
+        *({"cfg": 2, axis: 2, "warmup": 1} for axis in ("pipefusion", "distrifusion")),
+    ],
+    ids=str,
+)
+def test_rows_and_branches_that_change_in_mid_run_are_refused(pool: Pool, plan: dict[str, Any]) -> None:
+    """On whatever stage comes there first, which ends the run. A failure means that it computes with other rows, or
+    attends to keys of no prompt with one."""
     with pytest.raises(CaseError, match="guidance ends in mid-run, which cannot be divided"):
-        pool.run(guidance_ends, 2, {"pipefusion": 2, "warmup": 99} | plan)
+        pool.run(guidance_ends, Plan(**plan).world, plan)
 
 
 class EndsGuidance(StableDiffusion3Pipeline):  # type: ignore[misc]
@@ -112,21 +111,6 @@ def test_rows_that_change_unseen_are_refused(pool: Pool) -> None:
     """A failure means that a stage waits for rows that the one before does not send."""
     with pytest.raises(CaseError, match="the batch changed from 2 to 1 rows during the run"):
         pool.run(end_guidance_unseen, 2)
-
-
-@pytest.mark.parametrize("axis", ["pipefusion", "distrifusion"])
-def test_branches_that_change_in_mid_run_are_refused(pool: Pool, axis: str) -> None:
-    """Each half of cfg has one row before and after. A failure means that one attends to keys of no prompt with one."""
-    with pytest.raises(CaseError, match="guidance ends in mid-run, which cannot be divided"):
-        pool.run(guidance_ends, 4, {"cfg": 2, axis: 2, "warmup": 1})
-
-
-def test_branches_may_change_where_nothing_is_stale(pool: Pool) -> None:
-    """A failure means that the halves of cfg go on with other rows than the pipeline."""
-    (wanted,) = pool.run(guidance_ends, 1, {})
-    for plan in ({"cfg": 2}, {"cfg": 2, "distrifusion": 2, "warmup": 99}):
-        for got in pool.run(guidance_ends, Plan(**plan).world, plan):
-            close(got, wanted, plan)
 
 
 SEQUENCE = {"warmup_mode": "sequence"}

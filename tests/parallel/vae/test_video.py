@@ -115,17 +115,10 @@ def test_rows_are_the_whole(name: str) -> None:
         for call, want in calls:
             results = simulate_ranks(vae, install_row_forwards, weights, call)
             assert max(distance(got, want) for got in results) < BOUND
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["wan 2.1", "ltx"])
-def test_more_ranks_than_rows(name: str) -> None:
-    """A failure means that a strip of no rows ends a run in an error of one rank."""
-    vae = make(name)
-    latents = make_latents(vae, 2)
-    picture = decode(vae, latents)
-    for got in simulate_ranks(vae, install_row_forwards, (1.0,) * 3, lambda mine: decode(mine, latents)):
-        assert distance(got, picture) < BOUND
+    if name in ("wan 2.1", "ltx"):  # more ranks than rows: a strip of none
+        low = make_latents(vae, 2)
+        results = simulate_ranks(vae, install_row_forwards, (1.0,) * 3, lambda mine: decode(mine, low))
+        assert max(distance(got, decode(vae, low)) for got in results) < BOUND
 
 
 def make_dc() -> Any:
