@@ -116,14 +116,6 @@ HUNYUAN = {
 }  # fmt: skip
 
 
-def cogvideo() -> dict[str, Any]:
-    return {
-        "hidden_states": noise(BATCH, 2, 4, 8, 8),
-        "encoder_hidden_states": noise(BATCH, TEXT, 16),
-        "timestep": time(5.0),
-    }
-
-
 ROWS = [
     Family("FluxTransformer2DModel", HEADS | DOUBLE | {"pooled_projection_dim": WIDTH, "axes_dims_rope": (2, 2, 4)},
         packed(**POOLED)),
@@ -154,8 +146,8 @@ ROWS = [
     Family("AuraFlowTransformer2DModel", HEADS | {"sample_size": 8, "patch_size": 2, "in_channels": 4,
         "num_mmdit_layers": 2, "num_single_dit_layers": 3, "joint_attention_dim": WIDTH,
         "caption_projection_dim": WIDTH, "pos_embed_max_size": 64}, picture()),
-    Family("CogVideoXTransformer3DModel", COG, cogvideo),
-    Family("ConsisIDTransformer3DModel", COG, cogvideo),
+    Family("CogVideoXTransformer3DModel", COG, video(hidden_states=noise(BATCH, 2, 4, 8, 8))),
+    Family("ConsisIDTransformer3DModel", COG, video(hidden_states=noise(BATCH, 2, 4, 8, 8))),
     Family("CogView3PlusTransformer2DModel", HEADS | {"in_channels": 4, "out_channels": 4, "num_layers": 4,
         "text_embed_dim": 16, "time_embed_dim": 8, "condition_dim": 2, "pos_embed_max_size": 8, "sample_size": 8},
         picture(width=16, **SIZES)),
@@ -169,9 +161,8 @@ ROWS = [
         video(control_hidden_states=noise(BATCH, 4, 2, 8, 8, seed=3))),
     Family("ChronoEditTransformer3DModel", WAN, video()),
     Family("SkyReelsV2Transformer3DModel", WAN, video()),
-    Family("AnyFlowTransformer3DModel", WAN, lambda: {"hidden_states": noise(BATCH, 2, 4, 8, 8),
-        "encoder_hidden_states": noise(BATCH, TEXT, 16, seed=1), "timestep": torch.full((BATCH, 2), 5.0),
-        "r_timestep": torch.ones(BATCH, 2)}),
+    Family("AnyFlowTransformer3DModel", WAN, video(hidden_states=noise(BATCH, 2, 4, 8, 8),
+        timestep=torch.full((BATCH, 2), 5.0), r_timestep=torch.ones(BATCH, 2))),
     Family("HunyuanVideoTransformer3DModel", HUNYUAN, video(encoder_attention_mask=MASK, pooled_projections=noise(BATCH,
         8), guidance=time(1000.0))),
     Family("LTXVideoTransformer3DModel", {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2,

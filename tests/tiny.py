@@ -180,13 +180,11 @@ FAMILIES: dict[str, Any] = {"flux": flux, "pixart": pixart, "sd3": sd3}
 def arguments(family: str, **changes: Any) -> dict[str, Any]:
     """Call arguments of a family: 4 steps, latents out, guidance on."""
     call: dict[str, Any] = {"prompt": "a red circle", "num_inference_steps": 4, "output_type": "latent"}
+    call |= {"height": 32, "width": 24, "max_sequence_length": 12}
+    if family != "flux":
+        call["guidance_scale"] = 3.0
     if family == "pixart":
-        call |= {"height": 32, "width": 24, "guidance_scale": 3.0, "use_resolution_binning": False}
-        call |= {"clean_caption": False, "max_sequence_length": 12}
-    else:
-        call |= {"height": 32, "width": 24, "max_sequence_length": 12}
-    if family == "sd3":
-        call |= {"guidance_scale": 3.0}
+        call |= {"use_resolution_binning": False, "clean_caption": False}
     call |= changes
     seed = call.pop("seed", 7)
     if "generator" not in call:

@@ -13,6 +13,7 @@ from diffusers.loaders.peft import PeftAdapterMixin
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+import ditile
 from tests.runner.cases import MAKE
 
 NAMES = ("flux", "sd3.5 medium", "pixart sigma")
@@ -20,26 +21,35 @@ NAMES = ("flux", "sd3.5 medium", "pixart sigma")
 Edit = Callable[[Any, Path], Any]
 
 
-def load(adapter: str) -> Edit:
-    return lambda pipe, folder: pipe.load_lora_weights(
-        folder, weight_name=f"{adapter}.safetensors", adapter_name=adapter
-    )
+def load(adapter: str, file: str = "") -> Edit:
+    options = {"weight_name": f"{file or adapter}.safetensors", "adapter_name": adapter}
+    return lambda pipe, folder: pipe.load_lora_weights(folder, **options)
 
 
-WITH_LOADER: dict[str, Edit] = {
-    "loaded": load("one"),
-    "scaled": lambda pipe, _: pipe.set_adapters("one", 0.3),
-    "a second one": load("two"),
-    "switched": lambda pipe, _: pipe.set_adapters("one"),
-    "both": lambda pipe, _: pipe.set_adapters(["one", "two"], [0.5, 0.8]),
-    "disabled": lambda pipe, _: pipe.disable_lora(),
-    "enabled": lambda pipe, _: pipe.enable_lora(),
-    "fused": lambda pipe, _: pipe.fuse_lora(lora_scale=0.7),
-    "unfused": lambda pipe, _: pipe.unfuse_lora(),
-    "one deleted": lambda pipe, _: pipe.delete_adapters("two"),
-    "unloaded": lambda pipe, _: pipe.unload_lora_weights(),
-}
-"""What a user does to a pipeline, one after the other; a picture is made after each."""
+def load_divided(adapter: str, file: str = "") -> Edit:
+    """As ditile loads it, on stages too that have none of its layers."""
+    options = {"weight_name": f"{file or adapter}.safetensors", "adapter_name": adapter}
+    return lambda pipe, folder: ditile.load_lora(pipe, folder, **options)
+
+
+def loader_edits(one: str, two: str, load: Callable[[str], Edit]) -> dict[str, Edit]:
+    """What a user does to a pipeline, one after the other; a picture is made after each."""
+    return {
+        "loaded": load(one),
+        "scaled": lambda pipe, _: pipe.set_adapters(one, 0.3),
+        "a second one": load(two),
+        "switched": lambda pipe, _: pipe.set_adapters(one),
+        "both": lambda pipe, _: pipe.set_adapters([one, two], [0.5, 0.8]),
+        "disabled": lambda pipe, _: pipe.disable_lora(),
+        "enabled": lambda pipe, _: pipe.enable_lora(),
+        "fused": lambda pipe, _: pipe.fuse_lora(lora_scale=0.7),
+        "unfused": lambda pipe, _: pipe.unfuse_lora(),
+        "one deleted": lambda pipe, _: pipe.delete_adapters(two),
+        "unloaded": lambda pipe, _: pipe.unload_lora_weights(),
+    }
+
+
+WITH_LOADER = loader_edits("one", "two", load)
 
 
 def _peft_load(adapter: str) -> Edit:
@@ -76,6 +86,12 @@ WITH_PEFT: dict[str, Edit] = {
 
 def edits(name: str) -> dict[str, Edit]:
     return WITH_PEFT if name.startswith("pixart") else WITH_LOADER
+
+
+def narrow_edits(load: Callable[[str], Edit]) -> dict[str, Edit]:
+    """The same with a LoRA of a single block, which is then loaded first, and behind the other, too."""
+    again = {"narrow alone": load("narrow"), "one again": load("one"), "all unloaded": WITH_LOADER["unloaded"]}
+    return loader_edits("one", "narrow", load) | again | {"one behind": load("one"), "narrow behind": load("narrow")}
 
 
 def layers(transformer: Any, within: str = "") -> list[str]:

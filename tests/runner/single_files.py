@@ -6,19 +6,30 @@ import itertools
 import json
 import math
 import struct
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import gguf
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+import ditile
+from ditile.plan.plan import Plan
+from tests.runner.cases import load_parts
+from tests.zoo.rows import EVERY, compare_drawings, list_tensors
 
 COMFY = "model.diffusion_model."
 Weights = dict[str, Tensor]
 
 WAN_NAMES = {
+    "^scale_shift_table": "head.modulation",
+    "scale_shift_table": "modulation",
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
     "condition_embedder.time_embedder.linear_2": "time_embedding.2",
     "condition_embedder.text_embedder.linear_1": "text_embedding.0",
@@ -92,17 +103,14 @@ def fuse(weights: Weights, parts: tuple[str, str, str], fused: str) -> Weights:
     return result
 
 
-def write_wan_names(weights: Weights) -> Weights:
-    renamed = {}
-    for name, tensor in weights.items():
-        new = "head.modulation" if name == "scale_shift_table" else name.replace("scale_shift_table", "modulation")
-        renamed[rename(new, WAN_NAMES)] = tensor
-    return renamed
+def rename_all(weights: Weights, names: Mapping[str, str]) -> Weights:
+    """The weights under other names; ^ is where a name begins."""
+    return {rename(f"^{name}", names).removeprefix("^"): tensor for name, tensor in weights.items()}
 
 
 def write_z_image_names(weights: Weights) -> Weights:
     fused = fuse(weights, (".attention.to_q.", ".attention.to_k.", ".attention.to_v."), ".attention.qkv.")
-    return {rename(name, Z_IMAGE_NAMES): tensor for name, tensor in fused.items()}
+    return rename_all(fused, Z_IMAGE_NAMES)
 
 
 def write_flux_2_names(weights: Weights) -> Weights:
@@ -130,7 +138,7 @@ ORIGINAL: dict[str, Callable[[Weights], Weights]] = {
     "flux-2": write_flux_2_names,
     "qwen-image": dict,
     "z-image": write_z_image_names,
-    "wan-2.1": write_wan_names,
+    "wan-2.1": partial(rename_all, names=WAN_NAMES),
 }
 """Family -> its weights under the authors' names; diffusers knows those of FLUX.1 at one width alone, 3072."""
 
@@ -155,6 +163,40 @@ def save_single_file(transformer: nn.Module, family: str, path: Path, *, prefix:
     weights = ORIGINAL[family](copy_weights(transformer))
     save_file({prefix + name: tensor.contiguous() for name, tensor in weights.items()}, path)
     return path
+
+
+def read_with_diffusers(pipe: Any, folder: Path, files: dict[str, str]) -> Any:
+    """The pipeline with transformers from files, as diffusers reads them."""
+    for name, file in files.items():
+        quantization: Any = {}
+        if file.endswith(".gguf"):
+            config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32)
+            quantization = {"quantization_config": config, "torch_dtype": torch.float32}
+        model = type(pipe.transformer).from_single_file(file, config=f"{folder}/{name}", **quantization)
+        # diffusers leaves weights where they are in the mapped file, and where memory is not aligned a kernel may sum
+        # in another order.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        setattr(pipe, name, model)
+    return pipe
+
+
+def compare_images(name: str, folder: Path, files: dict[str, str]) -> list[str]:
+    """What is wrong on a rank where each reads its share of files of transformers."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[name]
+    want = list_tensors(read_with_diffusers(entry.make(), folder, files)(**entry.call()))
+    problems = []
+    # Without stale keys stages compute what one rank does; shares of weights add in another order.
+    for plan, tolerance in ((Plan(pipefusion=2, warmup=99), 0.0), (Plan(tensor=2), 1e-5)):
+        pipe = entry.make()
+        parts = load_parts(folder, plan, dist.get_rank(), torch.float32, None, files)
+        assert parts.keys() == files.keys()
+        pipe.register_modules(**parts)
+        got = list_tensors(ditile.parallelize(pipe, plan)(**entry.call()))
+        if problem := compare_drawings(got, want, tolerance):
+            problems.append(f"{plan}: {problem}")
+    return problems
 
 
 def quantize_scaled_fp8(weight: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,6 +397,7 @@ def write_sparse_file(path: Path, own_shapes: dict[str, list[int]]) -> None:
 
 AUTHORS_NAMES: dict[str, dict[str, str]] = {
     "MiniMaxH3Transformer3DModel": {
+        "^proj_in.": "video_patch_proj.", "^proj_out.": "final_layer.video_out.",
         "token_refiner.refiner_blocks.": "token_refiner.blocks.", "time_embedder.linear_1.": "time_embedder.proj_in.",
         "time_embedder.linear_2.": "time_embedder.proj_out.", "audio_proj_in.": "audio_patch_proj.",
         "context_embedder.": "condition_proj.", "norm_out.norm.": "final_layer.norm.",
@@ -364,6 +407,7 @@ AUTHORS_NAMES: dict[str, dict[str, str]] = {
         ".attn.to_q.": ".attn.qkv_proj.",
     },
     "Flux3Transformer2DModel": {
+        "^proj_out.": "final_layer.image.linear.", "^mode_blocks.": "content_mode_blocks.",
         "target_timestep_embedder.linear_1.": "ref_time_in.in_layer.", ".attn.to_q.": ".q_proj.",
         "target_timestep_embedder.linear_2.": "ref_time_in.out_layer.", ".attn.to_k.": ".k_proj.",
         "timestep_embedder.linear_1.": "time_in.in_layer.", "timestep_embedder.linear_2.": "time_in.out_layer.",
@@ -374,6 +418,8 @@ AUTHORS_NAMES: dict[str, dict[str, str]] = {
         "final_layer.image.lin.": "final_layer.image.linear.",
     },
     "LTX2VideoTransformer3DModel": {
+        "^proj_in.": "patchify_proj.", "^audio_proj_in.": "audio_patchify_proj.", "^time_embed.": "adaln_single.",
+        "^audio_time_embed.": "audio_adaln_single.", "^prompt_adaln.": "prompt_adaln_single.",
         "audio_prompt_adaln.": "audio_prompt_adaln_single.", "video_a2v_cross_attn_scale_shift_table":
         "scale_shift_table_a2v_ca_video", "audio_a2v_cross_attn_scale_shift_table": "scale_shift_table_a2v_ca_audio",
         "av_cross_attn_video_scale_shift.": "av_ca_video_scale_shift_adaln_single.", "norm_q": "q_norm",
@@ -382,16 +428,7 @@ AUTHORS_NAMES: dict[str, dict[str, str]] = {
         "av_cross_attn_audio_v2a_gate.": "av_ca_v2a_gate_adaln_single.",
     },
 }  # fmt: skip
-"""Parts of diffusers' names -> those of the authors, in the order in which they are replaced."""
-BEGINNINGS: dict[str, dict[str, str]] = {
-    "MiniMaxH3Transformer3DModel": {"proj_in.": "video_patch_proj.", "proj_out.": "final_layer.video_out."},
-    "Flux3Transformer2DModel": {"proj_out.": "final_layer.image.linear.", "mode_blocks.": "content_mode_blocks."},
-    "LTX2VideoTransformer3DModel": {
-        "proj_in.": "patchify_proj.", "audio_proj_in.": "audio_patchify_proj.", "time_embed.": "adaln_single.",
-        "audio_time_embed.": "audio_adaln_single.", "prompt_adaln.": "prompt_adaln_single.",
-    },
-}  # fmt: skip
-"""The same of how names begin."""
+"""Parts of diffusers' names -> those of the authors, in the order in which they are replaced; ^ is where one begins."""
 
 
 def list_authors_shapes(model: nn.Module) -> dict[str, list[int]]:
@@ -399,13 +436,7 @@ def list_authors_shapes(model: nn.Module) -> dict[str, list[int]]:
     kind = type(model).__name__
     shapes: dict[str, list[int]] = {}
     for own_name, tensor in model.state_dict().items():
-        name, shape = own_name, list(tensor.shape)
-        for beginning, theirs in BEGINNINGS[kind].items():
-            if name.startswith(beginning):
-                name = theirs + name.removeprefix(beginning)
-                break
-        for part, theirs in AUTHORS_NAMES[kind].items():
-            name = name.replace(part, theirs)
+        name, shape = rename("^" + own_name, AUTHORS_NAMES[kind]).removeprefix("^"), list(tensor.shape)
         if kind.startswith("MiniMax") and ".attn.to_" in name:
             # Keys and values are rows of the same tensor as queries.
             continue

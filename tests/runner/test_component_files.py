@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import save_file
 
@@ -23,47 +22,22 @@ from ditile.runner.load import load_component_file
 from ditile.runner.model_files import find_model_source
 from tests import tiny
 from tests.pool import Pool, on_ranks
-from tests.runner.cases import find_component, load_parts, run
-from tests.runner.gguf_files import make_model
-from tests.runner.single_files import copy_weights, save_configs, save_encoder_gguf, save_gguf, save_single_file
+from tests.runner.cases import find_component, run
+from tests.runner.single_files import (
+    compare_images,
+    copy_weights,
+    save_configs,
+    save_encoder_gguf,
+    save_gguf,
+    save_single_file,
+)
+from tests.runner.test_gguf import make_model
 from tests.zoo import encoders
-from tests.zoo.rows import EVERY, compare_drawings, list_tensors
+from tests.zoo.rows import EVERY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WAN = "wan-2.2"
 BOTH = ("transformer", "transformer_2")
-
-
-def read_with_diffusers(pipe: Any, folder: str, files: dict[str, str]) -> Any:
-    """The pipeline with its two transformers from files, as diffusers reads them."""
-    for name, file in files.items():
-        quantization: Any = {}
-        if file.endswith(".gguf"):
-            config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32)
-            quantization = {"quantization_config": config, "torch_dtype": torch.float32}
-        model = type(pipe.transformer).from_single_file(file, config=f"{folder}/{name}", **quantization)
-        # Where memory of the mapped file is not aligned, a kernel may sum in another order.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-        setattr(pipe, name, model)
-    return pipe
-
-
-def draw_with_two_files(folder: str, files: dict[str, str]) -> list[str]:
-    """What is wrong where each rank reads its share of two files."""
-    warnings.simplefilter("ignore")
-    entry = EVERY[WAN]
-    want = list_tensors(read_with_diffusers(entry.make(), folder, files)(**entry.call()))
-    problems = []
-    for plan, tolerance in ((Plan(pipefusion=2, warmup=99), 0.0), (Plan(tensor=2), 1e-5)):
-        pipe = entry.make()
-        parts = load_parts(Path(folder), plan, dist.get_rank(), torch.float32, None, files)
-        assert parts.keys() == set(BOTH)
-        pipe.register_modules(**parts)
-        got = list_tensors(ditile.parallelize(pipe, plan)(**entry.call()))
-        if problem := compare_drawings(got, want, tolerance):
-            problems.append(f"{plan}: {problem}")
-    return problems
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "gguf"])
@@ -76,7 +50,7 @@ def test_two_transformers(pool: Pool, tmp_path: Path, ending: str) -> None:
     save_configs(pipe, tmp_path / "model")
     save = save_gguf if ending == "gguf" else save_single_file
     files = {name: str(save(getattr(pipe, name), "wan-2.1", tmp_path / f"{name}.{ending}")) for name in BOTH}
-    for problems in pool.run(draw_with_two_files, 2, str(tmp_path / "model"), files):
+    for problems in pool.run(compare_images, 2, WAN, tmp_path / "model", files):
         assert not problems, "\n".join(problems)
 
 
@@ -84,11 +58,6 @@ def make_language_model(name: str) -> Any:
     sizes = encoders.LANGUAGE | {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     config = getattr(transformers, f"{name}Config")(**sizes)
     return getattr(transformers, f"{name}Model")(config).eval()
-
-
-def make_umt5() -> Any:
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2}
-    return transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes, feed_forward_proj="gated-gelu")).eval()
 
 
 ENCODERS: list[tuple[str, Callable[[], Any]]] = [
@@ -99,17 +68,13 @@ ENCODERS: list[tuple[str, Callable[[], Any]]] = [
 ]
 
 
-def save_encoder_config(folder: Path, name: str, encoder: Any) -> None:
-    encoder.config.save_pretrained(folder / name)
-    index = f'{{"_class_name": "FluxPipeline", "{name}": ["transformers", "{type(encoder).__name__}"]}}'
-    (folder / "model_index.json").write_text(index)
-
-
 @pytest.mark.parametrize(("architecture", "make"), ENCODERS)
 def test_an_encoder_of_gguf_is_that_of_transformers(tmp_path: Path, architecture: str, make: Callable[[], Any]) -> None:
     """A failure means that a weight is exchanged, or unpacked to other numbers."""
     encoder = make()
-    save_encoder_config(tmp_path, "text_encoder", encoder)
+    encoder.config.save_pretrained(tmp_path / "text_encoder")
+    index = {"_class_name": "FluxPipeline", "text_encoder": ["transformers", type(encoder).__name__]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
     file = save_encoder_gguf(encoder, architecture, tmp_path / "encoder.gguf")
     place = tmp_path / "text_encoder"
     theirs: Any = type(encoder).from_pretrained(place, gguf_file=str(file), config=encoder.config, dtype=torch.bfloat16)
@@ -140,7 +105,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     matrix = "encoder.block.0.layer.0.SelfAttention.q"
     save_file({name: t5[name] for name in t5 if not name.startswith(matrix)}, folder / "lacking.safetensors")
     save_file(t5 | {f"{matrix}.weight": t5[f"{matrix}.weight"].char()}, folder / "integers.safetensors")
-    save_file(copy_weights(make_umt5()), folder / "umt5.safetensors")
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "num_layers": 2}
+    umt5 = transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes, feed_forward_proj="gated-gelu"))
+    save_file(copy_weights(umt5), folder / "umt5.safetensors")
     return folder
 
 

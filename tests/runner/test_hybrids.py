@@ -10,7 +10,8 @@ of one image agree on every bit. To add a hybrid, add a row: the world is the pr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,85 +97,35 @@ def alone(plan: Plan) -> Plan:
     return Plan(patches=plan.patches, warmup=plan.warmup, stage_blocks=plan.stage_blocks, **stale)
 
 
-class Job(NamedTuple):
-    """Something to draw, with a plan or (None) without."""
-
-    name: str
-    also: str
-    plan: Plan | None
-
-    @property
-    def world(self) -> int:
-        return 1 if self.plan is None else self.plan.world
-
-
-class Jobs(NamedTuple):
-    """What is drawn for a hybrid."""
-
-    hybrid: Job
-    alone: Job
-    warm: Job
-    plain: Job
-
-    @classmethod
-    def of(cls, hybrid: Hybrid) -> Jobs:
-        plan = Plan.parse(hybrid.plan)
-        plans = (plan, alone(plan), dataclasses.replace(plan, warmup=ALL), None)
-        return cls(*(Job(hybrid.name, hybrid.also, plan) for plan in plans))
-
-    @property
-    def is_stale(self) -> bool:
-        plan = self.hybrid.plan
-        return plan is not None and plan.num_patches * plan.distrifusion > 1
-
-
-def draw(jobs: list[Job], loras: dict[str, Path]) -> list[list[Tensor]]:
-    """On a rank: what each job gives."""
-    pipes: dict[tuple[str, str], Any] = {}
-    for name, also, _ in jobs:
-        if (name, also) not in pipes:
-            pipes[name, also] = MAKE[name]()
-            if also == "image":
-                pipes[name, also] = tiny.quiet(FROM_IMAGE[name].from_pipe(pipes[name, also]))
-            if also == "lora":
-                edits(name)["loaded"](pipes[name, also], loras[name])
-            make_double(pipes[name, also])
-    return [drawn(pipes[job.name, job.also], job) for job in jobs]
-
-
-def drawn(pipe: Any, job: Job) -> list[Tensor]:
-    """The latents in the end, and those that a callback saw."""
-    call, seen = {"num_inference_steps": 3} | HOW[job.also], list[Tensor]()
-    if job.also == "image":
+def draw(name: str, also: str, plan: Plan | None, loras: dict[str, Path]) -> list[Tensor]:
+    """On a rank: the latents in the end, and those that a callback saw."""
+    pipe = MAKE[name]()
+    call, seen = {"num_inference_steps": 3} | HOW[also], list[Tensor]()
+    if also == "image":
+        pipe = tiny.quiet(FROM_IMAGE[name].from_pipe(pipe))
         call["image"] = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 24, 3), np.uint8))
-    if job.also == "callback":
+    if also == "lora":
+        edits(name)["loaded"](pipe, loras[name])
+    if also == "callback":
         call["callback_on_step_end"] = lambda pipe, step, t, tensors: seen.append(tensors["latents"].clone()) or {}
-    plan = job.plan
+    make_double(pipe)
     with nullcontext(pipe) if plan is None else divided(pipe, **plan.to_dict()) as runner:
-        return [run(runner, job.name, **call), *seen]
+        return [run(runner, name, **call), *seen]
 
 
-class Drawn:
-    """What every rank gets of a job, drawn when it is first asked for; of those together, one world's share a group."""
-
-    def __init__(self, pool: Pool, loras: dict[str, Path]) -> None:
-        self._pool, self._loras = pool, loras
-        self._found: dict[Job, list[list[Tensor]]] = {}
-
-    def of(self, *jobs: Job) -> Iterator[list[list[Tensor]]]:
-        """By rank, of each job."""
-        missing = [job for job in dict.fromkeys(jobs) if job not in self._found]
-        for world in {job.world for job in missing}:
-            here = [job for job in missing if job.world == world]
-            answers = self._pool.run(draw, world, here, self._loras, timeout=600.0)
-            self._found |= {job: list(of_ranks) for job, of_ranks in zip(here, zip(*answers, strict=True), strict=True)}
-        return (self._found[job] for job in jobs)
+Draw = Callable[[Hybrid, Plan | None], list[list[Tensor]]]
 
 
 @pytest.fixture(scope="module")
-def drawn_by(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
-    names = {row.name for row in HYBRIDS if row.also == "lora"}
-    return Drawn(pool, folders_of(names, tmp_path_factory))
+def draw_once(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Draw:
+    """What every rank gets of a row under a plan (None: the plain pipeline), drawn when it is first asked for."""
+    loras = folders_of({row.name for row in HYBRIDS if row.also == "lora"}, tmp_path_factory)
+
+    @functools.cache
+    def draw_all(name: str, also: str, plan: Plan | None) -> list[list[Tensor]]:
+        return pool.run(draw, plan.world if plan else 1, name, also, plan, loras, timeout=600.0)
+
+    return lambda row, plan: draw_all(row.name, row.also, plan)
 
 
 def close(of_ranks: list[list[Tensor]], wanted: list[Tensor], what: Any) -> None:
@@ -197,22 +148,21 @@ def names(row: Hybrid) -> str:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("row", HYBRIDS, ids=names)
-def test_exact_axes_change_nothing(drawn_by: Drawn, row: Hybrid) -> None:
+def test_exact_axes_change_nothing(draw_once: Draw, row: Hybrid) -> None:
     """A failure with one plan means that two strategies tread on each other: keys of a patch kept elsewhere than those
     of the whole step, text shared out with the wrong ranks, an exchange that waits for another's. With all plans of an
     axis: the axis. The stale picture is far from the plain one, so that keys of the wrong step are seen.
     """
-    jobs = Jobs.of(row)
-    hybrid, stale, plain = drawn_by.of(jobs.hybrid, jobs.alone, jobs.plain)
-    close(hybrid, stale[0], row)
-    if jobs.is_stale:
-        assert distance(stale[0][0], plain[0][0]) > 100 * TOLERANCE
+    plan = Plan.parse(row.plan)
+    stale = draw_once(row, alone(plan))[0]
+    close(draw_once(row, plan), stale, row)
+    if plan.num_patches * plan.distrifusion > 1:
+        assert distance(stale[0], draw_once(row, None)[0][0]) > 100 * TOLERANCE
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("row", [row for row in HYBRIDS if Plan.parse(row.plan).warmup == 0], ids=names)
-def test_warmed_up_to_the_end_is_the_plain_pipeline(drawn_by: Drawn, row: Hybrid) -> None:
+def test_warmed_up_to_the_end_is_the_plain_pipeline(draw_once: Draw, row: Hybrid) -> None:
     """A failure means that the exact parts of a hybrid are not."""
-    jobs = Jobs.of(row)
-    warm, plain = drawn_by.of(jobs.warm, jobs.plain)
-    close(warm, plain[0], row)
+    warm = dataclasses.replace(Plan.parse(row.plan), warmup=ALL)
+    close(draw_once(row, warm), draw_once(row, None)[0], row)

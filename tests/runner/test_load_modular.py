@@ -26,7 +26,7 @@ from ditile.runner.load import choose_text_workflow
 from tests.pool import Pool
 from tests.tiny import flux
 from tests.zoo import ZOO
-from tests.zoo.modular import echo, echo_call, minimax_h3_both, modular
+from tests.zoo.modular import echo, echo_call, minimax_h3, modular
 from tests.zoo.pictures import flux_2_vae
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -88,17 +88,13 @@ def test_a_rank_reads_its_share(pool: Pool, saved: Path) -> None:
         assert torch.equal(latents, wanted) and emptied > 0
 
 
-def save_both_checkpoints(folder: Path) -> None:
-    """MiniMax-H3 with a transformer for text and one for references."""
-    blocks, both = MiniMaxH3Blocks(), minimax_h3_both()
-    blocks.sub_blocks.pop("text_encoder")
-    modular(blocks, **both.components).save_pretrained(str(folder), overwrite_modular_index=True)
-    edit_index(_blocks_class_name="MiniMaxH3Blocks")(folder)
-
-
 def test_a_workflow_reads_its_own_transformer_alone(tmp_path: Path) -> None:
     """A failure means a model of twice the memory that was planned for, or the weights of the other one."""
-    save_both_checkpoints(tmp_path)
+    # A transformer for text and one for references.
+    blocks, both = MiniMaxH3Blocks(), minimax_h3()
+    blocks.sub_blocks.pop("text_encoder")
+    modular(blocks, **both.components).save_pretrained(str(tmp_path), overwrite_modular_index=True)
+    edit_index(_blocks_class_name="MiniMaxH3Blocks")(tmp_path)
     assert choose_text_workflow(str(tmp_path)) == "t2va" and choose_text_workflow("shapes-flux") is None
     both, text, references = (ditile.load(str(tmp_path), workflow=name) for name in (None, "t2va", "ref2va"))
     assert find_denoisers(both).keys() == {"transformer", "transformer_ref"}
@@ -188,8 +184,7 @@ def test_a_pipeline_of_blocks_alone_is_planned_for_itself(tmp_path: Path, capsys
     modular(blocks, transformer=flux_3.transformer, vae=flux_2_vae()).save_pretrained(
         str(folder), overwrite_modular_index=True
     )
-    index = json.loads((folder / INDEX).read_text())
-    (folder / INDEX).write_text(json.dumps(index | {"_blocks_class_name": "Flux3AutoBlocks"}))
+    edit_index(_blocks_class_name="Flux3AutoBlocks")(folder)
     subject = PlanSubject.from_configs("flux3", folder)
     pixels = subject.token_side
     shape = subject.make_call_shape({"height": 4 * pixels, "width": 6 * pixels, "max_sequence_length": 80})

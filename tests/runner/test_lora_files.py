@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +61,18 @@ LAYERS: dict[str, dict[str, list[str]]] = {
     "qwen-image": {
         name: [name]
         for name in (
-            *("transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.add_k_proj"),
-            *("transformer_blocks.2.img_mlp.net.0.proj", "transformer_blocks.3.attn.to_out.0"),
+            "transformer_blocks.0.attn.to_q",
+            "transformer_blocks.1.attn.add_k_proj",
+            "transformer_blocks.2.img_mlp.net.0.proj",
+            "transformer_blocks.3.attn.to_out.0",
         )
     },
     "z-image": {
         name: [name]
         for name in (
-            *("layers.0.attention.to_q", "layers.1.attention.to_out.0", "layers.2.feed_forward.w1"),
+            "layers.0.attention.to_q",
+            "layers.1.attention.to_out.0",
+            "layers.2.feed_forward.w1",
             "layers.3.feed_forward.w2",
         )
     },
@@ -101,29 +107,21 @@ def name_as_diffusers(name: str, factors: dict[str, tuple[Tensor, Tensor]]) -> d
     return state
 
 
-def name_as_kohya(name: str, factors: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+def name_as_authors(
+    name: str, factors: dict[str, tuple[Tensor, Tensor]], prefix: str, separator: str, ends: tuple[str, str]
+) -> dict[str, Tensor]:
     state = {}
     for path, (down, up) in factors.items():
-        flat = f"lora_unet_{path.replace('.', '_')}"
-        state[f"{flat}.lora_down.weight"] = down
-        state[f"{flat}.lora_up.weight"] = up
-        state[f"{flat}.alpha"] = torch.tensor(float(ALPHA))
-    return state
-
-
-def name_as_comfy(name: str, factors: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    state = {}
-    for path, (down, up) in factors.items():
-        state[f"diffusion_model.{path}.lora_A.weight"] = down
-        state[f"diffusion_model.{path}.lora_B.weight"] = up
-        state[f"diffusion_model.{path}.alpha"] = torch.tensor(float(ALPHA))
+        own = prefix + path.replace(".", separator)
+        state |= {f"{own}.{ends[0]}.weight": down, f"{own}.{ends[1]}.weight": up}
+        state[f"{own}.alpha"] = torch.tensor(float(ALPHA))
     return state
 
 
 STYLES: dict[str, Callable[..., dict[str, Tensor]]] = {
     "diffusers": name_as_diffusers,
-    "kohya": name_as_kohya,
-    "comfy": name_as_comfy,
+    "kohya": partial(name_as_authors, prefix="lora_unet_", separator="_", ends=("lora_down", "lora_up")),
+    "comfy": partial(name_as_authors, prefix="diffusion_model.", separator=".", ends=("lora_A", "lora_B")),
 }
 
 
@@ -169,15 +167,23 @@ def test_names_of_every_trainer_make_one_image(pool: Pool, tmp_path: Path, name:
             assert measure_error(image, plain if style == "unloaded" else wanted) < TOLERANCE, style
 
 
+@contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """What a logger says."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    yield lines
+    logging.getLogger(name).removeHandler(handler)
+
+
 def load_with_others(folder: Path) -> list[str]:
     """On a rank of two stages: what the log says of keys that nothing takes."""
     pipe = tiny.flux()
     runner = parallelize(pipe, Plan(**STAGES))
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ditile.runner.weights.lora_keys").addHandler(handler)
-    ditile.load_lora(pipe, folder / "others.safetensors", adapter_name="own")
+    with logged("ditile.runner.weights.lora_keys") as lines:
+        ditile.load_lora(pipe, folder / "others.safetensors", adapter_name="own")
     assert draw(runner, "flux").isfinite().all()
     return lines
 
@@ -203,12 +209,8 @@ def draw_with_two_loras(folder: Path, plan: dict[str, Any], options: dict[str, A
     pipe = ZOO["wan-2.2"].make()
     runner = parallelize(pipe, Plan(**plan))
     texts = (f"{folder}/high.safetensors:{SCALE}", f"transformer_2={folder}/low.safetensors:{SCALE}")
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ditile.runner").addHandler(handler)
-    load_loras(pipe, CacheOptions(lora=texts, **options))
-    logging.getLogger("ditile.runner").removeHandler(handler)
+    with logged("ditile.runner") as lines:
+        load_loras(pipe, CacheOptions(lora=texts, **options))
     return draw(runner, "wan-2.2"), lines
 
 

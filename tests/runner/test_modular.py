@@ -22,7 +22,7 @@ from tests.pool import Pool, on_ranks
 from tests.runner import cases
 from tests.tiny import flux
 from tests.zoo import ZOO
-from tests.zoo.modular import minimax_h3_both
+from tests.zoo.modular import minimax_h3
 from tests.zoo.rows import list_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -87,7 +87,7 @@ def test_two_threads_count_steps_apart(name: str) -> None:
 def draw_both_workflows() -> list[torch.Tensor]:
     """On one of three ranks, or alone: a video of each checkpoint, by one runner."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    pipe = minimax_h3_both()
+    pipe = minimax_h3()
     runner = ditile.parallelize(pipe, Plan(pipefusion=ranks, patches=2, warmup=9)) if ranks > 1 else pipe
     drawn: list[torch.Tensor] = []
     for name in ("minimax-h3", "minimax-h3-references"):

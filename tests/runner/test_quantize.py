@@ -36,10 +36,6 @@ SHARES = {"float8_weight_only": 0.4, "int8_weight_only": 0.4, "int8": 0.4, "int4
 SHARES["bitsandbytes_4bit"] = 0.25
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
 def record(pipe: Any) -> QuantizationRecord:
     (actual,) = list_quantization_records(pipe.transformer)
     return actual
@@ -97,19 +93,13 @@ def test_types_by_component_and_layer() -> None:
     run(pipe, "flux")
 
 
-def in_bfloat16(name: str, folder: Path) -> nn.Module:
-    """A model of a family, as diffusers loads it."""
-    model = EVERY[name].make()
-    model.save_pretrained(folder)  # type: ignore[operator]
-    loaded: nn.Module = type(model).from_pretrained(folder, torch_dtype=torch.bfloat16)  # type: ignore[attr-defined]
-    return loaded
-
-
 @pytest.mark.parametrize("name", ["Kandinsky5Transformer3DModel", "WanTransformer3DModel"])
 def test_what_diffusers_keeps_in_float32_is_left(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A failure means that modulation loses the precision that the model was given for it, or that one such layer
     refuses all the others a type for bfloat16."""
-    model = in_bfloat16(name, tmp_path)
+    model: Any = EVERY[name].make()
+    model.save_pretrained(tmp_path)
+    model = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
     linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     kept = {path for path, layer in linears.items() if layer.weight.dtype == torch.float32}
     assert kept and len(kept) < len(linears)

@@ -39,10 +39,6 @@ def _unknown(_: Any) -> nn.Module:
     return made
 
 
-def _peft(transformer: Any) -> nn.Module:
-    return get_peft_model(transformer, LoraConfig(target_modules=["to_q"]))
-
-
 def _perturbed() -> Any:
     parts = {name: part for name, part in tiny.pixart().components.items() if part is not None}
     return PixArtSigmaPAGPipeline(**parts, pag_applied_layers=["blocks.1"])
@@ -53,7 +49,8 @@ PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
     "U-Net": (tiny.stable_diffusion, "UNet2DConditionModel is not in the table.*data and cfg work without one"),
     "unknown": (_instead(tiny.pixart, _unknown),
                 "NucleusMoEImageTransformer2DModel does not fit .*PixArtSigmaPipeline could.* give it its own model"),
-    "peft": (_instead(tiny.pixart, _peft), r"PeftModel wraps a PixArtTransformer2DModel.*get_base_model\(\)"),
+    "peft": (_instead(tiny.pixart, lambda model: get_peft_model(model, LoraConfig(target_modules=["to_q"]))),
+             r"PeftModel wraps a PixArtTransformer2DModel.*get_base_model\(\)"),
 }  # fmt: skip
 """Pipelines that cannot be divided, and what is said of them."""
 

@@ -6,14 +6,12 @@ import functools
 import json
 import shutil
 import struct
-import warnings
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,6 +31,7 @@ from tests.runner.cases import find_component
 from tests.runner.single_files import (
     COMFY,
     ORIGINAL,
+    compare_images,
     copy_weights,
     list_authors_shapes,
     quantize_convrot,
@@ -44,7 +43,7 @@ from tests.runner.single_files import (
     write_sparse_file,
     write_sparse_flux,
 )
-from tests.zoo.rows import EVERY, compare_drawings, list_tensors
+from tests.zoo.rows import EVERY
 
 FAMILIES = tuple(ORIGINAL)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -182,28 +181,8 @@ def test_rows_of_other_formats_are_not_joined(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_images_are_those_of_diffusers(folders: dict[str, Path], family: str) -> None:
     """A failure means that a rank reads another part of the file than its stage computes with."""
-    folder = str(folders[family])
-    warnings.simplefilter("ignore")
-    entry = EVERY[family]
-    file = Path(folder, "model.safetensors")
-    pipe = entry.make()
-    pipe.transformer = type(pipe.transformer).from_single_file(str(file), config=f"{folder}/transformer")
-    # diffusers leaves weights where they are in the mapped file, and where memory is not aligned a kernel may sum in
-    # another order.
-    for parameter in pipe.transformer.parameters():
-        parameter.data = parameter.data.clone()
-    want = list_tensors(pipe(**entry.call()))
-    problems = []
-    # Without stale keys stages compute what one rank does; Ulysses adds in another order.
-    for plan, tolerance in ((Plan(pipefusion=2, warmup=99), 0.0), (Plan(ulysses=2), 1e-5)):
-        pipe.transformer = load_component_file(
-            find_component(Path(folder)), str(file), plan, dist.get_rank(), torch.float32
-        )
-        got = list_tensors(ditile.parallelize(pipe, plan)(**entry.call()))
-        pipe = entry.make()
-        if problem := compare_drawings(got, want, tolerance):
-            problems.append(f"{plan}: {problem}")
-    assert not problems, "\n".join(problems)
+    files = {"transformer": str(folders[family] / "model.safetensors")}
+    assert not (problems := compare_images(family, folders[family], files)), "\n".join(problems)
 
 
 class MadeBytes(TorchDispatchMode):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import diffusers
-import torch
 from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
 from diffusers.models.embeddings import ImageProjection, IPAdapterTimeImageProjection, MultiIPAdapterImageProjection
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
@@ -31,6 +29,7 @@ from tests.zoo.pictures import (
     masked,
     qwen_image,
     qwen_image_call,
+    rebuild,
     size,
     z_image,
 )
@@ -54,11 +53,6 @@ def sd3_controlnet(cls: Any, channels: int = 0) -> Any:
     return cls(**pipe.components, controlnet=model)
 
 
-def sd3_controlnet_call() -> dict[str, Any]:
-    torch.manual_seed(3)  # the autoencoder draws a picture from its distribution, without a generator
-    return arguments("sd3") | size(3, 5, 8) | {"control_image": picture(24, 40)}
-
-
 def sd3_inpaint() -> Any:
     """The pipeline gives models of other than 16 channels the mask as more of these."""
     parts = sd3().components
@@ -73,12 +67,6 @@ def z_image_controlnet(channels: int = 4) -> Any:
         n_kv_heads=4, n_refiner_layers=1, add_control_noise_refiner="control_noise_refiner",
     )  # fmt: skip
     return randomise(model, seed=2, gain=1.0)
-
-
-def z_image_with_controlnet() -> Any:
-    """The ControlNet has embeddings and refiners of the transformer."""
-    components = z_image(diffusers.ZImagePipeline).components
-    return diffusers.ZImageControlNetPipeline(**components, controlnet=z_image_controlnet())
 
 
 def flux_ip_adapter() -> Any:
@@ -114,11 +102,6 @@ def chroma_inpaint() -> Any:
     return pipe
 
 
-def flux_controlnet_inpaint() -> Any:
-    cls, parts = diffusers.FluxControlNetInpaintPipeline, flux_controlnet().components
-    return cls(**{name: parts[name] for name in inspect.signature(cls).parameters if name in parts})
-
-
 CONTEXT = 24
 ONE_MASK = "the pipeline makes one mask for all pictures"
 
@@ -152,7 +135,8 @@ ENTRIES = [
         lambda: chroma_call() | {"image": picture(48, 80), "strength": 0.9}, **MASKED,
     ),
     entry(
-        "flux-controlnet-inpaint", 12, flux_controlnet_inpaint,
+        "flux-controlnet-inpaint", 12,
+        lambda: rebuild(diffusers.FluxControlNetInpaintPipeline, flux_controlnet().components),
         lambda: arguments("flux", **TINY, **filled(12, 20), control_image=picture(12, 20), strength=0.9), **FLUX,
     ),
     entry(
@@ -182,14 +166,18 @@ ENTRIES = [
     ),
     entry(
         "stable-diffusion-3-controlnet", 14, lambda: sd3_controlnet(diffusers.StableDiffusion3ControlNetPipeline),
-        sd3_controlnet_call, **FLUX | {"larger": size(5, 7, 8) | {"control_image": picture(40, 56)}},
+        lambda: arguments("sd3", **size(3, 5, 8), control_image=shown(24, 40)["control_image"]),
+        **FLUX | {"larger": size(5, 7, 8) | {"control_image": picture(40, 56)}},
     ),
     entry(
         "stable-diffusion-3-inpaint", 14, sd3_inpaint, lambda: arguments("sd3", **TINY, **filled(12, 20), strength=0.9),
         **FLUX | {"larger": TINY_LARGER | filled(20, 28)},
     ),
     entry(
-        "z-image-controlnet", 4, z_image_with_controlnet, lambda: TURBO | {"control_image": picture(28, 44)},
+        "z-image-controlnet", 4, lambda: diffusers.ZImageControlNetPipeline(
+            # The ControlNet has embeddings and refiners of the transformer.
+            **z_image(diffusers.ZImagePipeline).components, controlnet=z_image_controlnet(),
+        ), lambda: TURBO | {"control_image": picture(28, 44)},
         **Z_IMAGE | {"larger": size(11, 16, 4) | {"control_image": picture(44, 64)}},
     ),
 ]  # fmt: skip

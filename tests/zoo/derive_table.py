@@ -164,14 +164,6 @@ def prove_calls(transformer: nn.Module, calls: Mapping[str, dict[str, Any]], pat
     return max(prove_anatomy(transformer, proof, build_single_runner, patches=patches) for proof in proofs)
 
 
-def group_by_class(entries: Mapping[str, Entry]) -> dict[str, list[str]]:
-    """Transformer class -> the entries that call it."""
-    groups: dict[str, list[str]] = {}
-    for name, one in entries.items():
-        groups.setdefault(type(getattr(one.make(), one.transformers[0])).__name__, []).append(name)
-    return groups
-
-
 def derive_all(entries: Mapping[str, Entry]) -> Iterator[Derived]:
     """Those that can be derived; says why of the others. What adapters add is known of their processors."""
     for name, one in entries.items():
@@ -190,9 +182,9 @@ def main(names: Sequence[str]) -> None:
     warnings.simplefilter("ignore")
     entries = {**ZOO, **OTHERS}
     if names:
-        wanted = {type(getattr(entries[name].make(), entries[name].transformers[0])).__name__ for name in names}
-        groups = group_by_class(entries)
-        entries = {name: entries[name] for cls in wanted for name in groups[cls]}
+        classes = {name: type(getattr(one.make(), one.transformers[0])) for name, one in entries.items()}
+        wanted = {classes[name] for name in names}
+        entries = {name: one for name, one in entries.items() if classes[name] in wanted}
     rows = derive_rows(prove_rows(derive_all(entries)))
     table = (json.loads(TABLE.read_text("utf-8")) if names else {}) | rows
     TABLE.write_text(format_table(dict(sorted(table.items()))) + "\n", "utf-8")

@@ -64,30 +64,13 @@ def qwen2_5_vl() -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-class Qwen2VLProcessor(transformers.Qwen2VLProcessor):
-    """Without the half for videos, which needs torchvision."""
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        return type(argument)
-
-
-def qwen2_vl_processor(max_pixels: int = 1 << 20) -> Any:
+def qwen_processor(cls: type = transformers.Qwen3VLProcessor, max_pixels: int = 1 << 20) -> Any:
+    """A processor without the half for videos, which needs torchvision."""
     tokenizer = chat_tokenizer()
     sight = transformers.Qwen2VLImageProcessorPil(patch_size=16, min_pixels=1, max_pixels=max_pixels)
-    return Qwen2VLProcessor(sight, tokenizer, None, chat_template=tokenizer.chat_template)
-
-
-class Qwen3VLProcessor(transformers.Qwen3VLProcessor):
-    """Without the half for videos, which needs torchvision."""
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        return type(argument)
-
-
-def qwen3_vl_processor(max_pixels: int = 1 << 20) -> Any:
-    tokenizer = chat_tokenizer()
-    sight = transformers.Qwen2VLImageProcessorPil(patch_size=16, min_pixels=1, max_pixels=max_pixels)
-    return Qwen3VLProcessor(sight, tokenizer, None, chat_template=tokenizer.chat_template)
+    # The processor would refuse to be without that half.
+    own = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda self, name, argument: type(argument)})
+    return own(sight, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
 def clip_vision(width: int = 8) -> dict[str, Any]:

@@ -32,13 +32,10 @@ def build_families() -> dict[str, Any]:
             holes["data"] = ONE_PICTURE
         transformer = type(getattr(pipe, entry.transformers[0])).__name__
         families.append({"pipeline": type(pipe).__name__, "name": name, "transformer": transformer, "holes": holes})
-    return {"columns": list(COLUMNS), "families": families, "references": find_references()}
-
-
-def find_references() -> dict[str, str]:
-    """Each entry that refers to pictures -> why it does not hold `references`; empty if it does."""
+    # Each entry that refers to pictures -> why it does not hold `references`; empty if it does.
     asked = [name for name in ZOO if has_row(name, "references")]
-    return {name: hole.reason if (hole := find_hole(name, "references")) else "" for name in asked}
+    references = {name: hole.reason if (hole := find_hole(name, "references")) else "" for name in asked}
+    return {"columns": list(COLUMNS), "families": families, "references": references}
 
 
 if __name__ == "__main__":

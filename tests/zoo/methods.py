@@ -69,10 +69,6 @@ def _describe_blocks(_: type[nn.Module], family: CallFamily) -> str:
     return YES
 
 
-def _describe_attention(_: type[nn.Module], family: CallFamily) -> str:
-    return YES
-
-
 def _describe_text_attention(_: type[nn.Module], family: CallFamily) -> str:
     return "joint, fresh on every rank" if family.joint != "none" else "cross attention"
 
@@ -96,9 +92,9 @@ METHOD_COLUMNS = (
     MethodColumn("data", "--data", _describe_blocks),
     MethodColumn("cfg", "--cfg", _describe_guidance),
     MethodColumn("PipeFusion", "--pipefusion", _describe_blocks),
-    MethodColumn("Ulysses, uaa", "--ulysses", _describe_attention),
-    MethodColumn("ring", "--ring", _describe_attention),
-    MethodColumn("DistriFusion", "--distrifusion", _describe_attention),
+    MethodColumn("Ulysses, uaa", "--ulysses", _describe_blocks),
+    MethodColumn("ring", "--ring", _describe_blocks),
+    MethodColumn("DistriFusion", "--distrifusion", _describe_blocks),
     MethodColumn("tensor", "--tensor", _describe_tensor_parallel),
     MethodColumn("parallel VAE", "--vae rows", _describe_parallel_vae),
     MethodColumn("cache", "--cache", _describe_blocks),

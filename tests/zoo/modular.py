@@ -29,7 +29,7 @@ def modular(blocks: Any, **components: Any) -> Any:
 def core(blocks: Any, name: str = "", **components: Any) -> Any:
     """The part that denoises, of pipelines that are given embeddings."""
     part = blocks().sub_blocks["denoise"]
-    return modular(part.sub_blocks[name] if name else part, **components)
+    return modular(part.sub_blocks[name] if name else part, **{"scheduler": flow(), "guider": guider()} | components)
 
 
 def guider(scale: float = 3.0, **config: Any) -> Any:
@@ -41,42 +41,22 @@ def latents(call: Call, output: Any = "latents") -> Call:
     return lambda: {"output": output, "output_type": REMOVED} | call()
 
 
-def qwen_image() -> Any:
-    return core(
-        diffusers.QwenImageAutoBlocks, "text2image", scheduler=flow(),
-        transformer=transformer("QwenImageTransformer2DModel"), guider=guider(),
-    )  # fmt: skip
-
-
-def wan() -> Any:
-    return core(
-        diffusers.WanBlocks, scheduler=unipc(), guider=guider(),
-        transformer=transformer("WanTransformer3DModel", in_channels=16, out_channels=16),
-    )  # fmt: skip
-
-
-def z_image() -> Any:
-    return core(
-        diffusers.ZImageAutoBlocks, "text2image", scheduler=flow(), guider=guider(enabled=True),
-        transformer=transformer("ZImageTransformer2DModel", dim=40, axes_dims=[2, 4, 4]),
-    )  # fmt: skip
-
-
-def krea_2() -> Any:
-    return core(
-        diffusers.Krea2AutoBlocks, scheduler=flow(), guider=guider(), transformer=transformer("Krea2Transformer2DModel")
-    )
-
-
 H3_CONFIG = {"attention_head_dim": 16, "in_channels": 24, "audio_in_channels": 32}
 
 
-def minimax_h3(workflow: str = "t2va", name: str = "transformer") -> Any:
-    """The part that denoises a video and its sound, in one sequence with the text, by a scheduler each."""
-    part = MiniMaxH3Blocks().sub_blocks["denoise"].sub_blocks[workflow]
+def minimax_h3(workflow: str = "", *names: str) -> Any:
+    """The part that denoises a video and its sound, in one sequence with the text, by a scheduler each.
+
+    Without a workflow it denoises whatever is given: each calls a checkpoint of its own.
+    """
+    part = MiniMaxH3Blocks().sub_blocks["denoise"]
+    models = {}
+    for name in names or ("transformer", "transformer_ref"):
+        seed = 3 if name.endswith("ref") else 0
+        models[name] = transformer("MiniMaxH3Transformer3DModel", seed, **H3_CONFIG)
     return modular(
-        part, scheduler=diffusers.MiniMaxH3Scheduler(12.0), audio_scheduler=diffusers.MiniMaxH3Scheduler(3.0),
-        **{name: transformer("MiniMaxH3Transformer3DModel", **H3_CONFIG)},
+        part.sub_blocks[workflow] if workflow else part, scheduler=diffusers.MiniMaxH3Scheduler(12.0),
+        audio_scheduler=diffusers.MiniMaxH3Scheduler(3.0), **models,
     )  # fmt: skip
 
 
@@ -103,30 +83,17 @@ def references(length: int = 7, height: int = 64) -> dict[str, Any]:
 
 
 def flux_3(workflow: str = "text2image") -> Any:
-    return core(
-        diffusers.Flux3AutoBlocks, workflow, scheduler=flow(), guider=guider(),
-        transformer=transformer("Flux3Transformer2DModel"),
-    )  # fmt: skip
+    return core(diffusers.Flux3AutoBlocks, workflow, transformer=transformer("Flux3Transformer2DModel"))
 
 
-def minimax_h3_both() -> Any:
-    """The part that denoises whatever is given: each workflow calls a checkpoint of its own."""
-    return modular(
-        MiniMaxH3Blocks().sub_blocks["denoise"], scheduler=diffusers.MiniMaxH3Scheduler(12.0),
-        audio_scheduler=diffusers.MiniMaxH3Scheduler(3.0),
-        transformer=transformer("MiniMaxH3Transformer3DModel", **H3_CONFIG),
-        transformer_ref=transformer("MiniMaxH3Transformer3DModel", seed=3, **H3_CONFIG),
-    )  # fmt: skip
-
-
-def anima(workflow: str = "text2image") -> Any:
+def anima() -> Any:
     """A Cosmos-Predict2, with a small model for its text within the part that denoises."""
     conditioner = diffusers.AnimaTextConditioner(
         source_dim=16, target_dim=16, model_dim=16, num_layers=1, num_attention_heads=2, target_vocab_size=32,
         min_sequence_length=8,
     )  # fmt: skip
     return core(
-        diffusers.AnimaAutoBlocks, workflow, scheduler=flow(), guider=guider(), text_conditioner=conditioner,
+        diffusers.AnimaAutoBlocks, "text2image", text_conditioner=conditioner,
         transformer=transformer("CosmosTransformer3DModel", extra_pos_embed_type=None, max_size=(4, 128, 128)),
     )  # fmt: skip
 
@@ -199,16 +166,22 @@ ENTRIES = [
         latents(lambda: {"prompt": PROMPT, "max_sequence_length": 12, **size(3, 5, 4)}), **FLUX,
     ),
     entry(
-        "qwen-image-modular", 102, qwen_image, QWEN_CALL, larger=size(5, 7), other_prompt=masked(OTHER_TEXT),
-        two_images=TWO, padded_prompt=padded,
+        "qwen-image-modular", 102, lambda: core(
+            diffusers.QwenImageAutoBlocks, "text2image", transformer=transformer("QwenImageTransformer2DModel"),
+        ), QWEN_CALL, **FLUX | {"larger": size(5, 7), "other_prompt": masked(OTHER_TEXT), "padded_prompt": padded},
     ),
     entry(
-        "wan-modular", 103, wan, latents(lambda: {**guided(11, 11), **size(5, 3), "num_frames": 9}), larger=size(7, 5),
+        "wan-modular", 103, lambda: core(
+            diffusers.WanBlocks, scheduler=unipc(),
+            transformer=transformer("WanTransformer3DModel", in_channels=16, out_channels=16),
+        ), latents(lambda: {**guided(11, 11), **size(5, 3), "num_frames": 9}), larger=size(7, 5),
         other_prompt=guided(OTHER_TEXT, OTHER_TEXT), two_images=TWO_VIDEOS, padded_prompt=ONE_LENGTH,
     ),
     entry(
-        "z-image-modular", 104, z_image,
-        latents(lambda: {
+        "z-image-modular", 104, lambda: core(
+            diffusers.ZImageAutoBlocks, "text2image", guider=guider(enabled=True),
+            transformer=transformer("ZImageTransformer2DModel", dim=40, axes_dims=[2, 4, 4]),
+        ), latents(lambda: {
             "prompt_embeds": listed_embeds(11), "negative_prompt_embeds": listed_embeds(NEGATIVE_TEXT, 2),
             **size(7, 11),
         }),
@@ -218,15 +191,18 @@ ENTRIES = [
         },
     ),
     entry(
-        "krea-2-modular", 105, krea_2, latents(lambda: krea_2_text(11) | size(3, 5)), larger=size(5, 7),
+        "krea-2-modular", 105,
+        lambda: core(diffusers.Krea2AutoBlocks, transformer=transformer("Krea2Transformer2DModel")),
+        latents(lambda: krea_2_text(11) | size(3, 5)), larger=size(5, 7),
         other_prompt=krea_2_text(13), two_images=TWO, padded_prompt="the pipeline is tried with one prompt",
     ),
     entry(
-        "minimax-h3", 106, minimax_h3, latents(minimax_h3_call, ["latents", "audio_latents"]),
-        larger={"height": 96}, other_prompt=lambda: minimax_h3_call(9), two_images=ONE_VIDEO, padded_prompt=ONE_VIDEO,
+        "minimax-h3", 106, lambda: minimax_h3("t2va", "transformer"),
+        latents(minimax_h3_call, ["latents", "audio_latents"]), larger={"height": 96},
+        other_prompt=lambda: minimax_h3_call(9), two_images=ONE_VIDEO, padded_prompt=ONE_VIDEO,
     ),
     entry(
-        "minimax-h3-keyframes", 106, lambda: minimax_h3("fl2va"),
+        "minimax-h3-keyframes", 106, lambda: minimax_h3("fl2va", "transformer"),
         latents(lambda: keyframes("first", "last"), ["latents", "audio_latents"]),
         larger=lambda: keyframes("first", "last", height=96), other_prompt=lambda: minimax_h3_call(9),
         two_images=ONE_VIDEO, padded_prompt=ONE_VIDEO,

@@ -87,14 +87,6 @@ def longcat_image(cls: Any = diffusers.LongCatImagePipeline, **more: Any) -> Any
     return pipe
 
 
-def longcat_image_edit() -> Any:
-    """Makes every picture one of 1024 x 1024 pixels or as many, as `qwen_image` says."""
-    return longcat_image(
-        diffusers.LongCatImageEditPipeline, text_encoder=encoders.qwen2_5_vl(), vae=encoders.vae_8(16, levels=8),
-        text_processor=encoders.qwen2_vl_processor(64 * 64),
-    )  # fmt: skip
-
-
 def hunyuan_image() -> Any:
     guiders = {
         name: diffusers.guiders.AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=start)
@@ -150,11 +142,6 @@ def hunyuan_dit_text(rows: int = 1) -> dict[str, Any]:
             found[f"{prefix}prompt_embeds{suffix}"] = embeds(length, 16, rows, seed)
             found[f"{prefix}prompt_attention_mask{suffix}"] = torch.ones(rows, length)
     return found
-
-
-def hunyuan_dit_padded() -> dict[str, Any]:
-    text, mask = padded_embeds(16, 5, 3)
-    return hunyuan_dit_text(rows=2) | {"prompt_embeds": text, "prompt_attention_mask": mask.float()}
 
 
 def hi_dream() -> Any:
@@ -218,13 +205,6 @@ def ideogram_4() -> Any:
     )  # fmt: skip
 
 
-def glm_image() -> Any:
-    return diffusers.GlmImagePipeline(
-        tokenizer=None, processor=None, text_encoder=None, vision_language_encoder=None, vae=vae(),
-        transformer=transformer("GlmImageTransformer2DModel"), scheduler=flow(),
-    )  # fmt: skip
-
-
 def joy_image(cls: Any, name: str) -> Any:
     """The pipelines make every picture one of 1024 x 1024 pixels or as many; 128 times smaller, it has 16 tokens.
 
@@ -240,7 +220,7 @@ def joy_image(cls: Any, name: str) -> Any:
         autoencoder.quant_conv.bias[:4] += 64.0
     return cls(
         scheduler=flow(), vae=autoencoder, text_encoder=encoders.qwen3_vl(), tokenizer=encoders.chat_tokenizer(),
-        processor=encoders.qwen3_vl_processor(64 * 64),
+        processor=encoders.qwen_processor(max_pixels=64 * 64),
         transformer=transformer(name, hidden_size=48, rope_dim_list=[4, 4, 4]),
     )  # fmt: skip
 
@@ -324,7 +304,9 @@ ENTRIES = [
     entry(
         "hunyuan-dit", 20, hunyuan_dit, lambda: hunyuan_dit_text() | SMALL | GUIDED | {"use_resolution_binning": False},
         larger=LARGE, other_prompt="the text has the length that the model says", two_images=hunyuan_dit_text(rows=2),
-        padded_prompt=hunyuan_dit_padded(),
+        padded_prompt=hunyuan_dit_text(rows=2) | {
+            "prompt_embeds": padded_embeds(16, 5, 3)[0], "prompt_attention_mask": padded_embeds(16, 5, 3)[1].float(),
+        },
     ),
     entry(
         "hidream", 14, hi_dream, lambda: hi_dream_text() | size(3, 6, 4) | GUIDED,
@@ -394,8 +376,10 @@ ENTRIES = [
         **PIXART | {"larger": LARGE, "transformers": ("transformer", "unconditional_transformer")},
     ),
     entry(
-        "glm-image", 14, glm_image,
-        lambda: guided(TEXT, TEXT) | size(4, 6, 4) | GUIDED | {"prior_token_ids": torch.arange(24)[None] % 8},
+        "glm-image", 14, lambda: diffusers.GlmImagePipeline(
+            tokenizer=None, processor=None, text_encoder=None, vision_language_encoder=None, vae=vae(),
+            transformer=transformer("GlmImageTransformer2DModel"), scheduler=flow(),
+        ), lambda: guided(TEXT, TEXT) | size(4, 6, 4) | GUIDED | {"prior_token_ids": torch.arange(24)[None] % 8},
         **UNLIKE | {
             "larger": size(6, 8, 4) | {"prior_token_ids": torch.arange(48)[None] % 8},
             "other_prompt": guided(OTHER_TEXT, OTHER_TEXT),
@@ -422,7 +406,11 @@ ENTRIES = [
         two_images=FOUR | {"prompt": [PROMPT] * 2}, padded_prompt=FOUR | PROMPTS,
     ),
     entry(
-        "longcat-image-edit", 14, longcat_image_edit, lambda: WORDS | {"image": picture(48, 80)},
+        "longcat-image-edit", 14, lambda: longcat_image(
+            # Makes every picture one of 1024 x 1024 pixels or as many, as `qwen_image` says.
+            diffusers.LongCatImageEditPipeline, text_encoder=encoders.qwen2_5_vl(), vae=encoders.vae_8(16, levels=8),
+            text_processor=encoders.qwen_processor(transformers.Qwen2VLProcessor, 64 * 64),
+        ), lambda: WORDS | {"image": picture(48, 80)},
         larger={"image": picture(64, 64)}, other_prompt="the pipeline pads every prompt to 512 tokens",
         two_images=TWO, padded_prompt=ONE_PROMPT,
     ),

@@ -219,13 +219,6 @@ COSMOS_3: dict[str, Any] = {
 }  # fmt: skip
 
 
-def sana_wm() -> Any:
-    return diffusers.SanaWMPipeline(
-        tokenizer=None, text_encoder=None, vae=ltx_2_vae(temporal_compression_ratio=8),
-        transformer=transformer("SanaWMTransformer3DModel"), scheduler=flow(shift=3.0),
-    )  # fmt: skip
-
-
 def sana_wm_call(frames: int = 33, width: int = 128) -> dict[str, Any]:
     path = torch.eye(4).repeat(frames, 1, 1)
     path[:, 2, 3] = torch.arange(frames) * 0.1  # the camera goes ahead
@@ -322,7 +315,10 @@ ENTRIES = [
         "cosmos-3-image-to-video", 20, cosmos_3, lambda: cosmos_3_call() | {"image": picture(48, 64)}, **COSMOS_3,
     ),
     entry(
-        "sana-wm", 20, sana_wm, lambda: masked_text() | sana_wm_call(), larger=sana_wm_call(49, 160),
+        "sana-wm", 20, lambda: diffusers.SanaWMPipeline(
+            tokenizer=None, text_encoder=None, vae=ltx_2_vae(temporal_compression_ratio=8),
+            transformer=transformer("SanaWMTransformer3DModel"), scheduler=flow(shift=3.0),
+        ), lambda: masked_text() | sana_wm_call(), larger=sana_wm_call(49, 160),
         other_prompt=masked_text(OTHER_TEXT), two_images=ONE_SAMPLE, padded_prompt=ONE_SAMPLE,
     ),
     entry(

@@ -37,7 +37,7 @@ def qwen_image_21() -> Any:
             latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
         ),
         text_encoder=encoders.qwen3_vl(),
-        processor=encoders.qwen3_vl_processor(),
+        processor=encoders.qwen_processor(),
         transformer=transformer("QwenImage21Transformer2DModel"),
     )  # fmt: skip
 
@@ -135,7 +135,11 @@ def qwen_image_edit_call() -> dict[str, Any]:
 def flux_edit(cls: Any, channels: int) -> Any:
     """With a transformer that is given more channels than it returns."""
     model = transformer("FluxTransformer2DModel", in_channels=channels, out_channels=16, guidance_embeds=True)
-    components = flux().components | {"transformer": model}
+    return rebuild(cls, flux().components | {"transformer": model})
+
+
+def rebuild(cls: Any, components: dict[str, Any]) -> Any:
+    """A pipeline of those components that its class takes."""
     return cls(**{name: components[name] for name in inspect.signature(cls).parameters if name in components})
 
 

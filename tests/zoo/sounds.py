@@ -10,7 +10,7 @@ import transformers
 
 from tests.tiny import t5, tokenizer
 from tests.zoo import encoders
-from tests.zoo.entry import OTHER_TEXT, REMOVED, TEXT, entry, masked_text, padded_embeds, padded_text, transformer
+from tests.zoo.entry import OTHER_TEXT, REMOVED, TEXT, entry, masked_text, padded_text, transformer
 from tests.zoo.pictures import LONG_PROMPT, PROMPT
 
 TWO = {"num_waveforms_per_prompt": 2}
@@ -37,14 +37,12 @@ def stable_audio() -> Any:
     )  # fmt: skip
 
 
-def stable_audio_text(length: int = TEXT, rows: int = 1) -> dict[str, Any]:
-    call: dict[str, Any] = masked_text(length, rows=rows, mask="attention_mask")
+def to_long(call: dict[str, Any]) -> dict[str, Any]:
     return {name: value.long() if "mask" in name else value for name, value in call.items()}
 
 
-def stable_audio_padded() -> dict[str, Any]:
-    text, mask = padded_embeds()
-    return stable_audio_text(rows=2) | {"prompt_embeds": text, "attention_mask": mask.long()}
+def stable_audio_text(length: int = TEXT, rows: int = 1) -> dict[str, Any]:
+    return to_long(masked_text(length, rows=rows, mask="attention_mask"))
 
 
 def stable_audio_3() -> Any:
@@ -136,7 +134,7 @@ ENTRIES = [
         "stable-audio", 13, stable_audio,
         lambda: stable_audio_text() | {"audio_end_in_s": 1.0, "guidance_scale": 3.0},
         larger="the transformer has one length", other_prompt=stable_audio_text(OTHER_TEXT),
-        two_images=stable_audio_text(rows=2), padded_prompt=stable_audio_padded(),
+        two_images=stable_audio_text(rows=2), padded_prompt=to_long(padded_text(mask="attention_mask")),
     ),
     entry(
         "stable-audio-3", 13, stable_audio_3, lambda: masked_text(mask=MASK) | {"duration": 5.0, "guidance_scale": 3.0},

@@ -129,7 +129,10 @@ def test_the_matrix_of_families_is_up_to_date() -> None:
     assert json.loads(matrix.TABLE.read_text("utf-8")) == matrix.build_families()
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen-image", "wan-2.1", "z-image", "pixart-sigma", "ace-step-turbo"])
+SHARING = ("flux", "qwen-image", "wan-2.1", "z-image", "pixart-sigma", "ace-step-turbo", "stable-audio-3")
+
+
+@pytest.mark.parametrize("name", SHARING)
 def test_stages_share_synchronous_steps(pool: Pool, name: str) -> None:
     """Masks of keys and of pairs, references, frames. A failure means that keys that are kept, or a mask, are not
     those that a step of one stage after the other would have left."""
