@@ -83,6 +83,11 @@ def measure_error(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max())
 
 
+def measure_distance(got: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference as a share of the norm."""
+    return float((got - wanted).norm() / wanted.norm())
+
+
 def close(got: Any, wanted: Any, what: Any, tolerance: float = 1e-5) -> None:
     """Raise unless two results differ by no more than rounding."""
     a, b = _array(got), _array(wanted)

@@ -452,25 +452,20 @@ def list_flux_shapes(guidance: bool) -> dict[str, list[int]]:
     shapes: dict[str, list[int]] = {"img_in": [width, 64], "txt_in": [width, 4096]}
     for name, size in {"time_in": 256, "vector_in": 768, **({"guidance_in": 256} if guidance else {})}.items():
         shapes |= {f"{name}.in_layer": [width, size], f"{name}.out_layer": [width, width]}
+    tensors: dict[str, list[int]] = {}
     for block in range(19):
         for stream in ("img", "txt"):
             prefix = f"double_blocks.{block}.{stream}"
             shapes |= {f"{prefix}_mod.lin": [6 * width, width], f"{prefix}_attn.qkv": [3 * width, width]}
             shapes |= {f"{prefix}_attn.proj": [width, width], f"{prefix}_mlp.0": [4 * width, width]}
             shapes |= {f"{prefix}_mlp.2": [width, 4 * width]}
+            tensors |= {f"{prefix}_attn.norm.{key}_norm.scale": [128] for key in ("query", "key")}
     for block in range(38):
         prefix = f"single_blocks.{block}"
         shapes |= {f"{prefix}.modulation.lin": [3 * width, width], f"{prefix}.linear1": [7 * width, width]}
         shapes |= {f"{prefix}.linear2": [width, 5 * width]}
+        tensors |= {f"{prefix}.norm.{key}_norm.scale": [128] for key in ("query", "key")}
     shapes |= {"final_layer.linear": [64, width], "final_layer.adaLN_modulation.1": [2 * width, width]}
-    tensors: dict[str, list[int]] = {}
     for name, shape in shapes.items():
         tensors |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    for block in range(19):
-        for part in ("img", "txt"):
-            for key in ("query", "key"):
-                tensors[f"double_blocks.{block}.{part}_attn.norm.{key}_norm.scale"] = [128]
-    for block in range(38):
-        for key in ("query", "key"):
-            tensors[f"single_blocks.{block}.norm.{key}_norm.scale"] = [128]
     return tensors

@@ -26,7 +26,7 @@ from ditile.runner.weights.single_file import ConvertedFile, SingleFile
 from tests.model.hooks.compiling import WAYS, Counting
 from tests.pool import Pool
 from tests.recorded_calls import record_on_cpu
-from tests.runner.cases import different, divided, find_component, measure_error, same
+from tests.runner.cases import different, divided, find_component, measure_distance, measure_error, same
 from tests.runner.single_files import (
     COMFY,
     ORIGINAL,
@@ -47,10 +47,6 @@ under `tensor` each rank rounds its share of a token."""
 EXACT = {("wan-2.1", "ulysses"), ("wan-2.1", "cfg")}
 """Here all that tokens pass between two attentions is in integers, and attention adds in the same order."""
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def measure_distance(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize(("size", "most", "bound"), [(256, 127, 0.015), (1, 127, 0.015), (64, 7, 0.2)])

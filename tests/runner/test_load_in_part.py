@@ -37,13 +37,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pipe = make()
         pipe.save_pretrained(folders[family])
         if family == "flux":
-            weights(folders[family]).unlink()
+            (folders[family] / "transformer" / f"{STEM}.safetensors").unlink()
             pipe.transformer.save_pretrained(folders[family] / "transformer", max_shard_size=SHARDS)
     return folders
-
-
-def weights(model: Path) -> Path:
-    return model / "transformer" / f"{STEM}.safetensors"
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -94,16 +90,12 @@ def test_the_hub_is_asked_for_what_is_needed(
         return str(path)
 
     monkeypatch.setattr("ditile.runner.load.hf_hub_download", download)
-    index = read_json(models["flux"] / "transformer" / f"{STEM}.safetensors.index.json")["weight_map"]
+    index = json.loads((models["flux"] / "transformer" / f"{STEM}.safetensors.index.json").read_text())["weight_map"]
     for rank in range(2):
         fetched.clear()
         made = load_parts("someone/something", Plan(pipefusion=2), rank, torch.float32)["transformer"]
         needed = {index[name] for name, _ in made.named_parameters()}
         assert {file for file in fetched if file.endswith("safetensors")} == needed < set(index.values())
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())
 
 
 def test_only_what_a_plan_divides_is_read_in_part(models: dict[str, Path]) -> None:

@@ -20,7 +20,7 @@ from ditile.runner.weights.quantize import EXCLUDED, QuantizationRecord, list_qu
 from tests import tiny
 from tests.more_families import EVERY
 from tests.pool import Pool
-from tests.runner.cases import MAKE, divided, run, same
+from tests.runner.cases import MAKE, divided, measure_distance, run, same
 from tests.zoo import ZOO
 
 # of the latents after 4 steps, relative, for random weights; measured: between a fifth and two thirds of each
@@ -56,7 +56,7 @@ def test_a_picture_stays_near_in_fewer_bytes(family: str, quant_type: str) -> No
     assert ditile.quantize(pipe, quant_type, group_size=32) is pipe
     actual = record(pipe)
     got = run(pipe, family)
-    assert 0 < float((got - plain).norm() / plain.norm()) < BOUNDS[quant_type]
+    assert 0 < measure_distance(got, plain) < BOUNDS[quant_type]
     assert {*actual.layers, *actual.left} == {n for n in names if not any(word in n for word in EXCLUDED)}
     assert (actual.bytes_before, actual.bytes_after) == (before, count_parameter_bytes(pipe.transformer))
     own = [pipe.transformer.get_submodule(name) for name in actual.layers]
@@ -145,10 +145,6 @@ TOLERANCE = {"float8_weight_only": 1e-5, "int8_weight_only": 1e-5, "int4_weight_
 TOLERANCE["bitsandbytes_4bit"] = 1e-5
 
 
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).norm() / wanted.norm())
-
-
 def made(name: str, quant_type: str) -> Any:
     return ditile.quantize(MAKE[name](), quant_type, group_size=32)
 
@@ -185,7 +181,7 @@ def test_divided_pictures_are_those_of_one_rank(pool: Pool, name: str, quant_typ
             if plan in EXACT:
                 same(picture, picture_of_one, f"{plan}, rank {rank}")
             else:
-                assert error(picture, picture_of_one) < TOLERANCE[quant_type], plan
+                assert measure_distance(picture, picture_of_one) < TOLERANCE[quant_type], plan
 
 
 def tensor_parallel(name: str, quant_type: str) -> tuple[Tensor, Tensor]:
@@ -206,8 +202,8 @@ def test_tensor_parallel_shares(pool: Pool, quant_type: str) -> None:
     alone = run(made("flux", quant_type), "flux")
     results = pool.run(tensor_parallel, 2, "flux", quant_type)
     for before, after in results:
-        assert error(before, alone) < TOLERANCE[quant_type]
-        assert 0 < error(after, plain) < BOUNDS[quant_type]
+        assert measure_distance(before, alone) < TOLERANCE[quant_type]
+        assert 0 < measure_distance(after, plain) < BOUNDS[quant_type]
         same(before, results[0][0])
         same(after, results[0][1])
 

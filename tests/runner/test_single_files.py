@@ -271,20 +271,6 @@ def test_files_of_new_models_are_known(tmp_path: Path, base: str, monkeypatch: p
             find_base_models(path)
 
 
-def write_fp8_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Save transformers with numbers in fp8, with and without scales that they may have."""
-    fp8 = weights | {"proj_out.weight": weights["proj_out.weight"].to(torch.float8_e4m3fn)}
-    save_file(fp8, folder / "fp8.safetensors")
-    save_file(fp8 | {"proj_out.weight_scale": torch.ones(7)}, folder / "seven.safetensors")
-    mark = {"scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn)}
-    save_file(fp8 | mark, folder / "marked.safetensors")
-    foreign = {"text_encoders.t5xxl." + name: tensor.clone() for name, tensor in (fp8 | mark).items()}
-    own = {COMFY + name: tensor for name, tensor in fp8.items()}
-    save_file(own | foreign, folder / "several.safetensors")
-    word = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
-    save_file(fp8 | {"proj_out.comfy_quant": word}, folder / "nvfp4.safetensors")
-
-
 INTEGERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "groups_of_8": ({"convrot": True, "convrot_groupsize": 8}, {}, "its 32 columns are rotated in groups of 8; a size"),
     "blocks": ({"format": "int8_blockwise"}, {}, "comfy_quant says that weights are stored as 'int8_blockwise'"),
@@ -292,20 +278,6 @@ INTEGERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "floats": ({}, {"weight": torch.ones(16, 32)}, r"it is F32 of the shape \[16, 32\]; a matrix of I8 would be"),
 }
 """File -> settings of a weight, tensors beside it, and what is wrong with one of both."""
-
-
-def write_integer_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Save transformers with a weight in int8 that is not as it should be."""
-    for name, (changes, tensors, _) in INTEGERS.items():
-        settings = json.dumps({"format": "int8_tensorwise"} | changes)
-        parts: dict[str, Any] = {
-            "weight": torch.ones(16, 32, dtype=torch.int8),
-            "weight_scale": torch.ones(16, 1),
-            "comfy_quant": torch.tensor(list(settings.encode()), dtype=torch.uint8),
-        }
-        own = {f"proj_out.{part}": tensor for part, tensor in (parts | tensors).items() if tensor is not None}
-        others = {key: tensor for key, tensor in weights.items() if key != "proj_out.weight"}
-        save_file(others | own, folder / f"{name}.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -326,8 +298,28 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(lacking, folder / "lacking.safetensors")
     factors = {f"transformer.proj_out.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
     save_file(factors, folder / "lora.safetensors")
-    write_fp8_weights(folder, weights)
-    write_integer_weights(folder, weights)
+    # Numbers in fp8, with and without scales that they may have.
+    fp8 = weights | {"proj_out.weight": weights["proj_out.weight"].to(torch.float8_e4m3fn)}
+    save_file(fp8, folder / "fp8.safetensors")
+    save_file(fp8 | {"proj_out.weight_scale": torch.ones(7)}, folder / "seven.safetensors")
+    mark = {"scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn)}
+    save_file(fp8 | mark, folder / "marked.safetensors")
+    foreign = {"text_encoders.t5xxl." + name: tensor.clone() for name, tensor in (fp8 | mark).items()}
+    own = {COMFY + name: tensor for name, tensor in fp8.items()}
+    save_file(own | foreign, folder / "several.safetensors")
+    word = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
+    save_file(fp8 | {"proj_out.comfy_quant": word}, folder / "nvfp4.safetensors")
+    # A weight in int8 that is not as it should be.
+    for name, (changes, tensors, _) in INTEGERS.items():
+        settings = json.dumps({"format": "int8_tensorwise"} | changes)
+        parts: dict[str, Any] = {
+            "weight": torch.ones(16, 32, dtype=torch.int8),
+            "weight_scale": torch.ones(16, 1),
+            "comfy_quant": torch.tensor(list(settings.encode()), dtype=torch.uint8),
+        }
+        own = {f"proj_out.{part}": tensor for part, tensor in (parts | tensors).items() if tensor is not None}
+        others = {key: tensor for key, tensor in weights.items() if key != "proj_out.weight"}
+        save_file(others | own, folder / f"{name}.safetensors")
     save_file(weights | {"proj_out.weight": torch.ones(3, 5)}, folder / "shape.safetensors")
     save_file({"a": torch.ones(2)}, folder / "foreign.safetensors")
     save_file(weights | {"proj_out.weight": weights["proj_out.weight"].char()}, folder / "integers.safetensors")

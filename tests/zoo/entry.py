@@ -129,6 +129,11 @@ def padded_embeds(width: int = 16, length: int = TEXT, short: int = SHORT_TEXT) 
     return made * mask[..., None], mask
 
 
+def to_long(call: dict[str, Any]) -> dict[str, Any]:
+    """The same text, its masks of integers."""
+    return {name: value.long() if "mask" in name else value for name, value in call.items()}
+
+
 def picture(height: int, width: int, seed: int = 0) -> Image.Image:
     """A picture of noise."""
     pixels = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)

@@ -22,6 +22,7 @@ from tests.zoo.entry import (
     padded_embeds,
     padded_text,
     picture,
+    to_long,
     transformer,
 )
 from tests.zoo.pictures import (
@@ -102,26 +103,9 @@ def hunyuan_image() -> Any:
     )  # fmt: skip
 
 
-def hunyuan_image_text(length: int = TEXT, rows: int = 1) -> dict[str, Any]:
+def hunyuan_image_text(length: int = TEXT) -> dict[str, Any]:
     """Text of two encoders, the second of which reads what shall be written in the picture."""
-    found = {}
-    for prefix, seed in (("", 1), ("negative_", 2)):
-        found |= {
-            f"{prefix}prompt_embeds": embeds(length, 16, rows, seed),
-            f"{prefix}prompt_embeds_mask": torch.ones(rows, length).long(),
-            f"{prefix}prompt_embeds_2": embeds(7, 8, rows, seed),
-            f"{prefix}prompt_embeds_mask_2": torch.ones(rows, 7).long(),
-        }  # fmt: skip
-    return found
-
-
-def hunyuan_image_padded() -> dict[str, Any]:
-    text, mask = padded_embeds(16)
-    glyphs, glyph_mask = padded_embeds(8, 7, 3)
-    return hunyuan_image_text(rows=2) | {
-        "prompt_embeds": text, "prompt_embeds_mask": mask.long(), "prompt_embeds_2": glyphs,
-        "prompt_embeds_mask_2": glyph_mask.long(),
-    }  # fmt: skip
+    return to_long(videos.hunyuan_video_15_text(length))
 
 
 def hunyuan_dit() -> Any:
@@ -299,7 +283,8 @@ ENTRIES = [
     ),
     entry(
         "hunyuan-image", 14, hunyuan_image, lambda: hunyuan_image_text() | size(4, 6, 8), larger=size(6, 8, 8),
-        other_prompt=hunyuan_image_text(OTHER_TEXT), two_images=TWO, padded_prompt=hunyuan_image_padded(),
+        other_prompt=hunyuan_image_text(OTHER_TEXT), two_images=TWO,
+        padded_prompt=to_long(videos.hunyuan_video_15_padded()),
     ),
     entry(
         "hunyuan-dit", 20, hunyuan_dit, lambda: hunyuan_dit_text() | SMALL | GUIDED | {"use_resolution_binning": False},

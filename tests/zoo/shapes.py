@@ -22,6 +22,7 @@ from ditile.model.pipeline_calls import find_denoisers
 from ditile.plan.errors import StateError
 from ditile_lab.study.prove import forget_anatomy
 from tests import tiny
+from tests.families import noise
 from tests.zoo.own import CHANNELS, TEXT_WIDTH, WIDTH, Mlp, SelfAttention, sinusoid
 from tests.zoo.rows import compare_drawings
 
@@ -312,15 +313,8 @@ def make_pipe(pipeline: type[Any], transformer: type[Any]) -> Any:
     return tiny.quiet(pipe)
 
 
-def draw_noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def give_embeds(rows: int) -> dict[str, Any]:
-    return {
-        "prompt_embeds": draw_noise(rows, 6, TEXT_WIDTH),
-        "negative_prompt_embeds": draw_noise(rows, 6, TEXT_WIDTH, seed=1),
-    }
+    return {"prompt_embeds": noise(rows, 6, TEXT_WIDTH), "negative_prompt_embeds": noise(rows, 6, TEXT_WIDTH, seed=1)}
 
 
 def give_masked_embeds(rows: int) -> dict[str, Any]:
@@ -329,18 +323,14 @@ def give_masked_embeds(rows: int) -> dict[str, Any]:
     return {**give_embeds(rows), "mask": mask}
 
 
-def give_labels(rows: int) -> dict[str, Any]:
-    return {"labels": [3, 7][:rows]}
-
-
 SHAPES: Mapping[str, tuple[type[Any], type[Any], Callable[[int], dict[str, Any]]]] = {
     "two calls, by position": (EmbedsPipeline, Transformer, give_embeds),
     "one call, masks": (MaskedPipeline, Transformer, give_masked_embeds),
     "torch's attention module": (EmbedsPipeline, MultiheadTransformer, give_embeds),
     "latents last": (TimeFirstPipeline, TimeFirstTransformer, give_embeds),
     "plain module of another name": (DenoiserPipeline, PlainTransformer, give_embeds),
-    "labels, one size": (LabelPipeline, LabelTransformer, give_labels),
-    "a picture": (PicturePipeline, PictureTransformer, lambda rows: {"image": draw_noise(rows, CHANNELS, HEIGHT, ROW)}),
+    "labels, one size": (LabelPipeline, LabelTransformer, lambda rows: {"labels": [3, 7][:rows]}),
+    "a picture": (PicturePipeline, PictureTransformer, lambda rows: {"image": noise(rows, CHANNELS, HEIGHT, ROW)}),
 }
 """Name -> the pipeline, the transformer, and the arguments for so many rows."""
 
@@ -354,7 +344,6 @@ PLANS = {
     "data": {"data": 2},
     "a replica without rows": {"data": 2},
 }
-UNGUIDED = ("a picture",)
 
 
 def draw(pipe: Any, name: str, rows: int) -> torch.Tensor:
@@ -367,7 +356,7 @@ def draw_plans(name: str) -> dict[str, str]:
     pipeline, transformer, give = SHAPES[name]
     wrong = {}
     for number, (axis, degrees) in enumerate(PLANS.items()):
-        if axis == "cfg" and name in UNGUIDED:
+        if axis == "cfg" and name == "a picture":
             continue
         rows = 2 if axis == "data" else 1
         want = draw(make_pipe(pipeline, transformer), name, rows)

@@ -10,7 +10,7 @@ import transformers
 
 from tests.tiny import t5, tokenizer
 from tests.zoo import encoders
-from tests.zoo.entry import OTHER_TEXT, REMOVED, TEXT, entry, masked_text, padded_text, transformer
+from tests.zoo.entry import OTHER_TEXT, REMOVED, TEXT, entry, masked_text, padded_text, to_long, transformer
 from tests.zoo.pictures import LONG_PROMPT, PROMPT
 
 TWO = {"num_waveforms_per_prompt": 2}
@@ -35,10 +35,6 @@ def stable_audio() -> Any:
             prediction_type="v_prediction", sigma_data=1.0, sigma_max=80,
         ),
     )  # fmt: skip
-
-
-def to_long(call: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.long() if "mask" in name else value for name, value in call.items()}
 
 
 def stable_audio_text(length: int = TEXT, rows: int = 1) -> dict[str, Any]:

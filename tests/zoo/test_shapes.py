@@ -14,6 +14,7 @@ from ditile import Plan
 from ditile.model.pipeline_calls import find_denoisers
 from ditile.plan.errors import ModelError, StateError
 from ditile_lab.study.prove import forget_anatomy
+from tests.families import noise
 from tests.pool import Pool
 from tests.zoo import shapes
 from tests.zoo.shapes import SHAPES, make_pipe
@@ -41,18 +42,14 @@ def test_a_shape_that_cannot_be_divided_is_refused_with_its_reason(forgotten: li
     says = "PositionTransformer: .* its blocks make something else of a part of the tokens, as with a table of posi"
     pipe = make_pipe(shapes.LabelPipeline, shapes.PositionTransformer)
     forgotten.append(pipe)
-    call = shapes.give_labels(1)
+    call = {"labels": [3]}
     runner = ditile.parallelize(pipe, Plan(patches=2))
     with pytest.raises(ModelError, match=says) as caught:
         runner(**call)
     assert "\n" not in str(caught.value) and str(caught.value).endswith("use a plan of data or cfg")
     assert pipe.scheduler.step_index is None
-    want, got = (make(**call, generator=torch.Generator().manual_seed(7))[0] for make in (pipe, whole(pipe)))
-    assert torch.equal(got, want)
-
-
-def whole(pipe: Any) -> Any:
-    return ditile.parallelize(pipe, Plan())
+    want = pipe(**call, generator=torch.Generator().manual_seed(7))[0]
+    assert torch.equal(ditile.parallelize(pipe, Plan())(**call, generator=torch.Generator().manual_seed(7))[0], want)
 
 
 def test_a_runner_before_its_first_call_says_what_it_waits_for(forgotten: list[Any]) -> None:
@@ -83,7 +80,7 @@ def test_a_callback_of_an_own_pipeline_changes_the_latents(forgotten: list[Any])
         return {"latents": values["latents"] / 2}
 
     def draw(pipe: Any) -> torch.Tensor:
-        call = {"image": shapes.draw_noise(1, 4, 5, 8), "generator": torch.Generator().manual_seed(3)}
+        call = {"image": noise(1, 4, 5, 8), "generator": torch.Generator().manual_seed(3)}
         drawn: torch.Tensor = pipe(**call, callback_on_step_end=halve)[0]
         return drawn
 
