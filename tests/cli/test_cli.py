@@ -22,6 +22,8 @@ import torch
 from PIL import Image
 
 import ditile as package
+from benchmarks.matrix_page import format_page, read_families
+from benchmarks.method_matrix import build_matrix
 from ditile import Plan, RankError
 from ditile.cli import main
 from ditile.cli.models import read_matrix
@@ -29,8 +31,6 @@ from ditile.model.known import ASSETS
 from ditile.plan.flag_parser import normalize_flags
 from ditile.runner.requests.pictures import read_picture_texts
 from tests import tiny
-from tests.zoo.methods import build_matrix
-from tests.zoo.page import format_page, read_families
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -237,8 +237,8 @@ def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.skipif(diffusers.__version__.startswith("0.41."), reason="the page has classes that came later")
 def test_the_page_of_the_matrix_is_up_to_date() -> None:
-    """A failure means: `python -m tests.zoo.methods > src/ditile/model/assets/matrix.json`, and then
-    `python -m tests.zoo.page > docs/matrix.md`."""
+    """A failure means: `python -m benchmarks.method_matrix > src/ditile/model/assets/matrix.json`, and then
+    `python -m benchmarks.matrix_page > docs/matrix.md`."""
     assert json.loads((ASSETS / "matrix.json").read_text("utf-8")) == build_matrix()
     page = format_page(read_matrix(), read_families())
     assert page + "\n" == (ROOT / "docs" / "matrix.md").read_text("utf-8")

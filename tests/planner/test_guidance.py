@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.matrix_page import read_families
 from ditile.model.hooks.overrides import list_parameter_names
 from ditile.model.known import CONFIGS
 from ditile.model.pipeline_calls import read_guidance_rule
@@ -23,7 +24,6 @@ from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.preflight import check_request_by_files
 from tests.zoo import ZOO
-from tests.zoo.page import read_families
 
 CLASSES = {each["pipeline"]: each["name"] for each in reversed(read_families()["families"])
            if each["pipeline"] in read_prompt_table() and "Modular" not in each["pipeline"]}  # fmt: skip

@@ -1,6 +1,6 @@
 """What every family holds under every axis, for docs/matrix.md and `ditile models`, as `test_families.py` proves it:
 
-python -m tests.zoo.matrix && python -m tests.zoo.page > docs/matrix.md
+python -m tests.zoo.matrix && python -m benchmarks.matrix_page > docs/matrix.md
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from benchmarks.matrix_page import ONE_PICTURE
 from ditile.model.known import ASSETS
 from tests.zoo import ZOO
 from tests.zoo.holes import find_hole, has_row
 from tests.zoo.rows import ROWS
 
-ONE_PICTURE = "makes one image at a time"
-"""Why a pipeline has no call for the column `data`."""
 TABLE = ASSETS / "support.json"
 COLUMNS = ("proof", *ROWS)
 

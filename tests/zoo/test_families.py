@@ -125,7 +125,7 @@ def test_every_class_of_the_shipped_anatomies_is_called_by_an_entry() -> None:
 
 
 def test_the_matrix_of_families_is_up_to_date() -> None:
-    """A failure means: `python -m tests.zoo.matrix && python -m tests.zoo.page > docs/matrix.md`."""
+    """A failure means: `python -m tests.zoo.matrix && python -m benchmarks.matrix_page > docs/matrix.md`."""
     assert json.loads(matrix.TABLE.read_text("utf-8")) == matrix.build_families()
 
 

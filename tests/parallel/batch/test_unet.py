@@ -13,6 +13,7 @@ import torch.distributed as dist
 from diffusers import DDIMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, StableDiffusionPAGPipeline
 from torch import Tensor
 
+from benchmarks.method_matrix import list_families
 from ditile.plan.errors import DitileError, ModelError, PlanError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
@@ -22,7 +23,6 @@ from tests.families import FAMILIES, noise
 from tests.parallel.batch.test_batch import close
 from tests.pool import Pool, on_ranks
 from tests.runner.cases import divided, same
-from tests.zoo.methods import list_families
 
 
 def call_of(**changes: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Builds the matrix of families and methods. A file keeps it, because building it takes diffusers:
 
-python -m tests.zoo.methods > src/ditile/model/assets/matrix.json
+python -m benchmarks.method_matrix > src/ditile/model/assets/matrix.json
 
 """
 

@@ -1,4 +1,4 @@
-"""Makes docs/matrix.md, the page of models and methods: `python -m tests.zoo.page > docs/matrix.md`."""
+"""Makes docs/matrix.md, the page of models and methods: `python -m benchmarks.matrix_page > docs/matrix.md`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from textwrap import wrap
 from ditile.cli.models import SUPPORT_REASONS, group_conditions, read_matrix
 from ditile.model.known import ASSETS
 from ditile.plan.option_classes import JsonObject
-from tests.zoo.matrix import ONE_PICTURE
+
+ONE_PICTURE = "makes one image at a time"
+"""Why a pipeline has no call for the column `data`."""
 
 
 def read_families() -> JsonObject:
@@ -149,8 +151,8 @@ composes them. `ditile generate` chooses the class of the model's family that ta
 """
 _HEAD = """# Which models work with which methods
 
-Made by `python -m tests.zoo.page` from `model/assets/matrix.json`, which is made from the families' tables (`model/`).
-A test fails if this page is not up to date.
+Made by `python -m benchmarks.matrix_page` from `model/assets/matrix.json`, which is made from the families' tables
+(`model/`). A test fails if this page is not up to date.
 """
 _PIPELINES = """
 The anatomy of a family with PipeFusion is derived; a family with caches alone has blocks that are listed.
