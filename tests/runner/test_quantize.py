@@ -16,7 +16,7 @@ from ditile.model.hooks.placeholders import count_parameter_bytes, list_quantize
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
-from ditile.runner.weights.quantize import EXCLUDED, QuantizationRecord, list_quantization_records
+from ditile.runner.weights.quantize import EXCLUDED, list_quantization_records
 from tests import tiny
 from tests.more_families import EVERY
 from tests.pool import Pool
@@ -36,11 +36,6 @@ SHARES = {"float8_weight_only": 0.4, "int8_weight_only": 0.4, "int8": 0.4, "int4
 SHARES["bitsandbytes_4bit"] = 0.25
 
 
-def record(pipe: Any) -> QuantizationRecord:
-    (actual,) = list_quantization_records(pipe.transformer)
-    return actual
-
-
 @pytest.mark.parametrize(
     ("family", "quant_type"),
     [*(("flux", quant_type) for quant_type in BOUNDS), ("pixart sigma", "int8"), ("sd3.5 medium", "int8")],
@@ -54,7 +49,7 @@ def test_a_picture_stays_near_in_fewer_bytes(family: str, quant_type: str) -> No
     before = count_parameter_bytes(pipe.transformer)
     names = {name for name, m in pipe.transformer.named_modules() if isinstance(m, nn.Linear)}
     assert ditile.quantize(pipe, quant_type, group_size=32) is pipe
-    actual = record(pipe)
+    (actual,) = list_quantization_records(pipe.transformer)
     got = run(pipe, family)
     assert 0 < measure_distance(got, plain) < BOUNDS[quant_type]
     assert {*actual.layers, *actual.left} == {n for n in names if not any(word in n for word in EXCLUDED)}

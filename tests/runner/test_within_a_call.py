@@ -21,23 +21,16 @@ from tests.runner.cases import MAKE, call_of, divided, run, same
 STEPS = 4
 
 
-class Spoil:
-    """A callback that makes the latents infinite after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def __call__(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        return {"latents": tensors["latents"] / 0} if step == self.step else {}
-
-
 def spoil_and_go_on(name: str, plan: dict[str, Any]) -> None:
     """The error comes on every rank, with the step; the next picture is as if nothing had been."""
-    pipe = MAKE[name]()
-    with divided(pipe, **plan) as runner:
+
+    def spoil(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {"latents": tensors["latents"] / 0} if step == 0 else {}
+
+    with divided(MAKE[name](), **plan) as runner:
         wanted = run(runner, name)
         with pytest.raises(ModelError, match=f"NaN or infinite values since step 2 of {STEPS}; lower the guidance"):
-            run(runner, name, callback_on_step_end=Spoil(0))
+            run(runner, name, callback_on_step_end=spoil)
         same(run(runner, name), wanted)
 
 

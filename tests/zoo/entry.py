@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Entry:
     `call` is a call of a few steps that returns latents where the pipeline can. The others differ from it in one thing:
     `larger` in the number of image tokens, `other_prompt` in the length of the text, `two_images` in the number of
     pictures (or videos, or sounds), `padded_prompt` has two prompts of unlike length. One that the pipeline itself
-    cannot do is None, and `holes` says why. Each call makes its arguments anew, with a new generator.
+    cannot do is None. Each call makes its arguments anew, with a new generator.
     """
 
     name: str
@@ -39,7 +39,6 @@ class Entry:
     two_images: Call | None
     padded_prompt: Call | None
     transformers: tuple[str, ...] = ("transformer",)
-    holes: Mapping[str, str] = field(default_factory=dict)
 
 
 def entry(
@@ -48,21 +47,12 @@ def entry(
     make: Callable[[], Any],
     base: Call,
     *,
-    larger: dict[str, Any] | Call | str,
-    other_prompt: dict[str, Any] | Call | str,
-    two_images: dict[str, Any] | Call | str,
-    padded_prompt: dict[str, Any] | Call | str,
     transformers: tuple[str, ...] = ("transformer",),
+    **variants: dict[str, Any] | Call | str,
 ) -> Entry:
     """An entry whose variants are changes of the arguments of `base`, or the reason why there is none."""
-    changes = {
-        "larger": larger, "other_prompt": other_prompt, "two_images": two_images, "padded_prompt": padded_prompt,
-    }  # fmt: skip
-    return Entry(
-        name, use_rank, _seeded(make), _call(base, {}), transformers=transformers,
-        holes={variant: change for variant, change in changes.items() if isinstance(change, str)},
-        **{variant: None if isinstance(change, str) else _call(base, change) for variant, change in changes.items()},
-    )  # fmt: skip
+    calls = {each: None if isinstance(change, str) else _call(base, change) for each, change in variants.items()}
+    return Entry(name, use_rank, _seeded(make), _call(base, {}), transformers=transformers, **calls)
 
 
 def _call(base: Call, changes: dict[str, Any] | Call) -> Call:

@@ -48,10 +48,10 @@ from tests.zoo.pictures import (
 
 
 def like_flux(name: str, cls: Any, **more: Any) -> Any:
-    return cls(
-        scheduler=flow(), vae=encoders.vae_8(), text_encoder=None, tokenizer=None,
-        transformer=transformer(name, **more.pop("config", {})), **more,
-    )  # fmt: skip
+    config = more.pop("config", {})
+    components = {"scheduler": flow(), "vae": None, "text_encoder": None, "tokenizer": None} | more
+    components["vae"] = components["vae"] or encoders.vae_8()
+    return cls(**components, transformer=transformer(name, **config))
 
 
 def chroma_call() -> dict[str, Any]:
@@ -172,10 +172,7 @@ def kandinsky_5(cls: Any, **config: Any) -> Any:
 
 
 def prx() -> Any:
-    return diffusers.PRXPipeline(
-        transformer=transformer("PRXTransformer2DModel"), scheduler=flow(), text_encoder=None, tokenizer=None,
-        vae=encoders.vae_8(),
-    )  # fmt: skip
+    return like_flux("PRXTransformer2DModel", diffusers.PRXPipeline)
 
 
 def ideogram_4() -> Any:
@@ -248,10 +245,8 @@ ENTRIES = [
         lambda: masked_text(width=32) | SMALL | GUIDED, **MASKED,
     ),
     entry(
-        "bria", 20, lambda: diffusers.BriaPipeline(
-            transformer=transformer("BriaTransformer2DModel"), scheduler=flow(), vae=vae(), text_encoder=None,
-            tokenizer=None,
-        ), lambda: guided(TEXT, TEXT, 32) | size(4, 6, 4) | GUIDED,
+        "bria", 20, lambda: like_flux("BriaTransformer2DModel", diffusers.BriaPipeline, vae=vae()),
+        lambda: guided(TEXT, TEXT, 32) | size(4, 6, 4) | GUIDED,
         larger=size(6, 8, 4), other_prompt=guided(OTHER_TEXT, OTHER_TEXT, 32), two_images=guided(TEXT, TEXT, 32, 2),
         padded_prompt=SAME_LENGTH,
     ),
@@ -326,17 +321,15 @@ ENTRIES = [
         **KANDINSKY | {"two_images": videos.kandinsky_text(rows=2) | {"image": film(2, 48, 80)}},
     ),
     entry(
-        "cogview-3", 20, lambda: diffusers.CogView3PlusPipeline(
-            tokenizer=None, text_encoder=None, vae=encoders.vae_8(),
-            transformer=transformer("CogView3PlusTransformer2DModel"), scheduler=diffusers.CogVideoXDDIMScheduler(),
+        "cogview-3", 20, lambda: like_flux(
+            "CogView3PlusTransformer2DModel", diffusers.CogView3PlusPipeline,
+            scheduler=diffusers.CogVideoXDDIMScheduler(),
         ), lambda: guided(TEXT, TEXT) | SMALL | GUIDED, larger=LARGE, other_prompt=guided(OTHER_TEXT, OTHER_TEXT),
         two_images=guided(TEXT, TEXT, rows=2), padded_prompt=SAME_LENGTH,
     ),
     entry(
-        "cogview-4", 20, lambda: diffusers.CogView4Pipeline(
-            tokenizer=None, text_encoder=None, vae=encoders.vae_8(),
-            transformer=transformer("CogView4Transformer2DModel"), scheduler=flow(),
-        ), lambda: guided() | SMALL | GUIDED, **UNLIKE | {"other_prompt": guided(OTHER_TEXT)},
+        "cogview-4", 20, lambda: like_flux("CogView4Transformer2DModel", diffusers.CogView4Pipeline),
+        lambda: guided() | SMALL | GUIDED, **UNLIKE | {"other_prompt": guided(OTHER_TEXT)},
     ),
     entry("prx", 20, prx, lambda: masked_text() | SMALL | NO_BINS, **PRX),
     entry(
@@ -344,9 +337,9 @@ ENTRIES = [
         lambda: masked_text() | SMALL | {"guidance_scale": 1.0, "use_resolution_binning": False}, **MASKED_16,
     ),
     entry(
-        "ernie-image", 14, lambda: diffusers.ErnieImagePipeline(
-            transformer=transformer("ErnieImageTransformer2DModel", in_channels=16, out_channels=16), vae=flux_2_vae(),
-            text_encoder=None, tokenizer=None, scheduler=flow(),
+        "ernie-image", 14, lambda: like_flux(
+            "ErnieImageTransformer2DModel", diffusers.ErnieImagePipeline, vae=flux_2_vae(),
+            config={"in_channels": 16, "out_channels": 16},
         ), lambda: SMALL | GUIDED | {
             "prompt_embeds": [embeds(11)[0]], "negative_prompt_embeds": [embeds(9, seed=2)[0]], "use_pe": False,
         }, **UNLIKE | {

@@ -17,13 +17,6 @@ from tests.zoo import LEFT_OUT, ZOO, Entry, more_videos, videos
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_what_an_entry_leaves_out_has_a_reason() -> None:
-    """A variant is there, or the entry says why it is not."""
-    for entry in ZOO.values():
-        for variant in ("larger", "other_prompt", "two_images", "padded_prompt"):
-            assert (getattr(entry, variant) is None) == bool(entry.holes.get(variant)), f"{entry.name}: {variant}"
-
-
 def test_every_pipeline_of_diffusers_is_here_or_is_left_out_with_a_reason() -> None:
     """A pipeline of a newer diffusers that calls a transformer must come into one of the two."""
     here = {type(entry.make()).__name__ for entry in ZOO.values()}
