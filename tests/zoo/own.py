@@ -144,18 +144,24 @@ def sinusoid(length: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-class OwnPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """Guidance of two calls, with texts of unlike length; latents of a picture, or of a video where frames are given.
+class Denoising(DiffusionPipeline):  # type: ignore[misc]
+    """What has a loop of its own.
 
     Args:
-        transformer, scheduler: what it calls in its loop.
+        transformer, scheduler: what it calls there.
     """
 
-    vae_scale_factor = 8
+    transformer: Any
 
     def __init__(self, transformer: Any, scheduler: Any) -> None:
         super().__init__()
         self.register_modules(transformer=transformer, scheduler=scheduler)
+
+
+class OwnPipeline(Denoising):
+    """Guidance of two calls, with texts of unlike length; latents of a picture, or of a video if frames are given."""
+
+    vae_scale_factor = 8
 
     @torch.no_grad()
     def __call__(

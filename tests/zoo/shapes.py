@@ -23,7 +23,7 @@ from ditile.plan.errors import StateError
 from ditile_lab.study.prove import forget_anatomy
 from tests import tiny
 from tests.families import noise
-from tests.zoo.own import CHANNELS, TEXT_WIDTH, WIDTH, Mlp, SelfAttention, sinusoid
+from tests.zoo.own import CHANNELS, TEXT_WIDTH, WIDTH, Denoising, Mlp, SelfAttention, sinusoid
 from tests.zoo.rows import compare_drawings
 
 HEIGHT, ROW = 5, 8
@@ -199,18 +199,8 @@ class PictureTransformer(Transformer):
         return self.unembed(joint[:, : tokens.shape[1]], x)
 
 
-class EmbedsPipeline(DiffusionPipeline):  # type: ignore[misc]
-    """Text comes as embeddings.
-
-    Args:
-        transformer, scheduler: what it calls in its loop.
-    """
-
-    transformer: Any
-
-    def __init__(self, transformer: Any, scheduler: Any) -> None:
-        super().__init__()
-        self.register_modules(transformer=transformer, scheduler=scheduler)
+class EmbedsPipeline(Denoising):
+    """Text comes as embeddings."""
 
     @torch.no_grad()
     def __call__(
