@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import struct
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -66,8 +67,12 @@ FLUX_2_NAMES = {
     "stream_modulation_img.linear": "stream_modulation_img.lin",
     "stream_modulation_txt.linear": "stream_modulation_txt.lin",
     "single_stream_modulation.linear": "single_stream_modulation.lin",
-}
-FLUX_2_DOUBLE_NAMES = {
+    "^norm_out.linear": "final_layer.adaLN_modulation.1",
+    "^proj_out": "final_layer.linear",
+    "^single_transformer_blocks": "single_blocks",
+    r"(?<=single_blocks\.\d\.)attn.norm_q.weight": "norm.query_norm.scale",
+    r"(?<=single_blocks\.\d\.)attn.norm_k.weight": "norm.key_norm.scale",
+    "^transformer_blocks": "double_blocks",
     "attn.norm_q.weight": "img_attn.norm.query_norm.scale",
     "attn.norm_k.weight": "img_attn.norm.key_norm.scale",
     "attn.to_out.0": "img_attn.proj",
@@ -78,19 +83,20 @@ FLUX_2_DOUBLE_NAMES = {
     "attn.to_add_out": "txt_attn.proj",
     "ff_context.linear_in": "txt_mlp.0",
     "ff_context.linear_out": "txt_mlp.2",
-}
-FLUX_2_SINGLE_NAMES = {
     "attn.to_qkv_mlp_proj": "linear1",
     "attn.to_out": "linear2",
-    "attn.norm_q.weight": "norm.query_norm.scale",
-    "attn.norm_k.weight": "norm.key_norm.scale",
 }
+"""Patterns of diffusers' names -> those of the authors, in the order in which they are replaced."""
 
 
 def rename(name: str, names: Mapping[str, str]) -> str:
     for own, original in names.items():
-        name = name.replace(own, original)
+        name = re.sub(own, original, name)
     return name
+
+
+def rename_all(weights: Weights, names: Mapping[str, str]) -> Weights:
+    return {rename(name, names): tensor for name, tensor in weights.items()}
 
 
 def fuse(weights: Weights, parts: tuple[str, str, str], fused: str) -> Weights:
@@ -103,11 +109,6 @@ def fuse(weights: Weights, parts: tuple[str, str, str], fused: str) -> Weights:
     return result
 
 
-def rename_all(weights: Weights, names: Mapping[str, str]) -> Weights:
-    """The weights under other names; ^ is where a name begins."""
-    return {rename(f"^{name}", names).removeprefix("^"): tensor for name, tensor in weights.items()}
-
-
 def write_z_image_names(weights: Weights) -> Weights:
     fused = fuse(weights, (".attention.to_q.", ".attention.to_k.", ".attention.to_v."), ".attention.qkv.")
     return rename_all(fused, Z_IMAGE_NAMES)
@@ -116,21 +117,9 @@ def write_z_image_names(weights: Weights) -> Weights:
 def write_flux_2_names(weights: Weights) -> Weights:
     fused = fuse(weights, ("attn.to_q.", "attn.to_k.", "attn.to_v."), "img_attn.qkv.")
     fused = fuse(fused, ("attn.add_q_proj.", "attn.add_k_proj.", "attn.add_v_proj."), "txt_attn.qkv.")
-    renamed = {}
-    for name, tensor in fused.items():
-        if name.startswith("norm_out"):
-            scale, shift = tensor.chunk(2)
-            renamed["final_layer.adaLN_modulation.1.weight"] = torch.cat([shift, scale])
-        elif name.startswith("proj_out"):
-            renamed[name.replace("proj_out", "final_layer.linear")] = tensor
-        elif name.startswith("single_transformer_blocks"):
-            new = name.replace("single_transformer_blocks", "single_blocks")
-            renamed[rename(new, FLUX_2_SINGLE_NAMES)] = tensor
-        elif name.startswith("transformer_blocks"):
-            renamed[rename(name.replace("transformer_blocks", "double_blocks"), FLUX_2_DOUBLE_NAMES)] = tensor
-        else:
-            renamed[rename(name, FLUX_2_NAMES)] = tensor
-    return renamed
+    scale, shift = fused["norm_out.linear.weight"].chunk(2)
+    fused["norm_out.linear.weight"] = torch.cat([shift, scale])
+    return rename_all(fused, FLUX_2_NAMES)
 
 
 ORIGINAL: dict[str, Callable[[Weights], Weights]] = {
@@ -428,7 +417,7 @@ AUTHORS_NAMES: dict[str, dict[str, str]] = {
         "av_cross_attn_audio_v2a_gate.": "av_ca_v2a_gate_adaln_single.",
     },
 }  # fmt: skip
-"""Parts of diffusers' names -> those of the authors, in the order in which they are replaced; ^ is where one begins."""
+"""The same of models of which a test makes headers alone."""
 
 
 def list_authors_shapes(model: nn.Module) -> dict[str, list[int]]:
@@ -436,7 +425,7 @@ def list_authors_shapes(model: nn.Module) -> dict[str, list[int]]:
     kind = type(model).__name__
     shapes: dict[str, list[int]] = {}
     for own_name, tensor in model.state_dict().items():
-        name, shape = rename("^" + own_name, AUTHORS_NAMES[kind]).removeprefix("^"), list(tensor.shape)
+        name, shape = rename(own_name, AUTHORS_NAMES[kind]), list(tensor.shape)
         if kind.startswith("MiniMax") and ".attn.to_" in name:
             # Keys and values are rows of the same tensor as queries.
             continue
