@@ -51,6 +51,11 @@ def map_wan_names() -> dict[str, list[str]]:
     return names
 
 
+QWEN_IMAGE = """
+    transformer_blocks.0.attn.to_q transformer_blocks.1.attn.add_k_proj transformer_blocks.2.img_mlp.net.0.proj
+    transformer_blocks.3.attn.to_out.0
+"""
+Z_IMAGE = "layers.0.attention.to_q layers.1.attention.to_out.0 layers.2.feed_forward.w1 layers.3.feed_forward.w2"
 LAYERS: dict[str, dict[str, list[str]]] = {
     "flux": {
         "double_blocks.0.img_attn.proj": ["transformer_blocks.0.attn.to_out.0"],
@@ -58,24 +63,8 @@ LAYERS: dict[str, dict[str, list[str]]] = {
         "double_blocks.1.img_attn.qkv": [f"transformer_blocks.1.attn.to_{part}" for part in "qkv"],
         "single_blocks.1.linear2": ["single_transformer_blocks.1.proj_out"],
     },
-    "qwen-image": {
-        name: [name]
-        for name in (
-            "transformer_blocks.0.attn.to_q",
-            "transformer_blocks.1.attn.add_k_proj",
-            "transformer_blocks.2.img_mlp.net.0.proj",
-            "transformer_blocks.3.attn.to_out.0",
-        )
-    },
-    "z-image": {
-        name: [name]
-        for name in (
-            "layers.0.attention.to_q",
-            "layers.1.attention.to_out.0",
-            "layers.2.feed_forward.w1",
-            "layers.3.feed_forward.w2",
-        )
-    },
+    "qwen-image": {name: [name] for name in QWEN_IMAGE.split()},
+    "z-image": {name: [name] for name in Z_IMAGE.split()},
     "wan-2.1": map_wan_names(),
 }
 """The names of layers in the authors' own code -> those of diffusers, several where one is fused."""

@@ -113,9 +113,9 @@ def shown(height: int, width: int) -> dict[str, Any]:
 ENTRIES = [
     entry(
         "flux-kontext-inpaint", 12, lambda: diffusers.FluxKontextInpaintPipeline(**flux().components),
-        lambda: arguments("flux", **TINY, **TRUE_CFG, **filled(12, 20), image_reference=picture(16, 20), strength=0.9,
-                          _auto_resize=False, max_area=12 * 20),
-        **FLUX | {"larger": TINY_LARGER | filled(20, 28) | {"max_area": 20 * 28}},
+        lambda: arguments("flux", **TINY, **TRUE_CFG, **filled(12, 20)) | {
+            "image_reference": picture(16, 20), "_auto_resize": False, "max_area": 12 * 20, "strength": 0.9,
+        }, **FLUX | {"larger": TINY_LARGER | filled(20, 28) | {"max_area": 20 * 28}},
     ),
     entry(
         "flux-2-klein-inpaint", 9, lambda: flux_2(diffusers.Flux2KleinInpaintPipeline, guidance_embeds=False),
