@@ -8,14 +8,14 @@ import pytest
 
 from ditile.model.known import KnownModel, list_known_models
 from ditile.planner.subject import PlanSubject
-from ditile.runner.requests.pipelines import returns_videos
+from ditile.runner.requests.pipelines import find_output_kind
 
 
 @pytest.mark.parametrize("known", list_known_models(), ids=lambda known: known.name)
 def test_the_table_is_what_the_configs_say(known: KnownModel) -> None:
     subject = PlanSubject.from_configs(known.name, known.folder)
     call = subject.fill_arguments({})
-    assert known.is_video == (known.hub_id is None and returns_videos(subject.pipeline))
+    assert known.is_video == (known.hub_id is None and find_output_kind(subject.pipeline) == "video")
     assert known.transformer == type(subject.transformer).__name__
     assert known.blocks == len(subject.block_hooks.chain)
     assert known.heads == subject.attention_heads[0]

@@ -266,7 +266,7 @@ MUTANTS = (
     ),
     Mutant(
         "the slowest rank has the largest share",
-        "planner/shares.py",
+        "planner/search.py",
         "stage_weights=_round_weights(stage_speeds),",
         "stage_weights=_round_weights(stage_speeds[::-1]),",
         ("plan/test_stages.py",),

@@ -18,7 +18,7 @@ from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.known import CONFIGS
 from ditile.parallel.pipefusion.block_costs import BlockCosts, CostModel, divide_blocks
 from ditile.plan.stages import cut_stages
-from ditile.planner.shares import weigh_ends, weigh_shares
+from ditile.planner.search import weigh_ends, weigh_shares
 from ditile.planner.subject import PlanSubject
 from tests import tiny
 

@@ -27,7 +27,7 @@ from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import read_picture, read_picture_texts
 from ditile.runner.requests.pipeline_choice import JOINING, choose_pipeline_class
-from ditile.runner.requests.pipelines import returns_videos
+from ditile.runner.requests.pipelines import find_output_kind
 from ditile.runner.requests.videos import read_video
 from tests import tiny
 
@@ -131,7 +131,7 @@ def test_the_tables_of_classes_are_what_their_source_says() -> None:
         if is_reference and makes_a_list_of_images(cls):
             composing.add(name)
         with contextlib.suppress(ModelError):
-            if returns_videos(cls) and joins_channels(cls, {}):
+            if find_output_kind(cls) == "video" and joins_channels(cls, {}):
                 joining.add(name)
     assert (composing, joining) == (COMPOSING, JOINING)
     switched = {name for name in JOINING if not joins_channels(getattr(diffusers, name), {"expand_timesteps": True})}

@@ -22,7 +22,6 @@ from ditile.planner.promise import (
     Decibels,
     Promise,
     choose_promise,
-    count_loop_steps,
     find_schedule,
 )
 from ditile.planner.question import PlanQuestion, load_machine_profile
@@ -40,21 +39,6 @@ if TYPE_CHECKING:
 
 DTYPES_BY_SIZE = {2: "bfloat16", 4: "float32"}
 """Bytes of a number -> the type for which a machine's profile is."""
-REQUEST_FIELDS = (
-    "model",
-    "transformer",
-    "component",
-    "height",
-    "width",
-    "frames",
-    "steps",
-    "num_images",
-    "image",
-    "guidance",
-    "true_cfg",
-    "negative_prompt",
-)
-"""The fields of a question taken over from a request."""
 
 
 def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> PlanAnswer:
@@ -261,7 +245,9 @@ def _choose_promise_of_question(
     else:
         search = _prepare_search(question, all_devices=all_devices, exact=bounds.min_psnr is not None)
         num_steps = search.shape.steps
-    num_steps = count_loop_steps(num_steps, strength)
+    # With a strength a call begins later, like in the pipelines of diffusers.
+    if strength is not None:
+        num_steps = min(int(num_steps * strength), num_steps)
     schedule, path = find_schedule(question.model, num_steps, schedule_path, size)
     plans = [question.priced_plan or Plan()]
     predict = None
@@ -329,7 +315,8 @@ def _make_question(
     place = env.read_torchrun_place()
     # Under torchrun the ranks are there already, and a plan must use all of them.
     devices = None if place is None else place.world
-    request = {name: getattr(options, name) for name in REQUEST_FIELDS}
+    names = [field.name for field in fields(PlanQuestion) if hasattr(options, field.name)]
+    request = {name: getattr(options, name) for name in names}
     bounds: dict[str, Any] = {"devices": devices, "price": price, "wire_dtype": wire_dtype}
     return PlanQuestion(hosts=hosts, cuda_graphs=cuda_graphs, profile=profile, **bounds, **request)
 

@@ -57,12 +57,14 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
     if plan.warmup < STEPS_SHOWN:
         num_shown += plan.warmup
     chart = _render_gantt_chart(job.step_schedule, min(num_shown, job.shape.steps), job.count_calls_in_step(1))
-    pipeline = ""
+    heading = ""
     # The conditions of a request may choose another class than that of the model.
     chosen = choose_requested_class(options)[0] if options.conditions else None
     if chosen is not None:
-        pipeline = f"pipeline: {name_pipeline(chosen)}\n"
-    return f"{pipeline}{_describe_components(options)}{table}\ndtype: {dtype}\n\n{chart}"
+        heading = f"pipeline: {name_pipeline(chosen)}\n"
+    for name, file in options.components.items():
+        heading += f"{name}: {file}, {format_bytes(Path(file).stat().st_size)}\n"
+    return f"{heading}{table}\ndtype: {dtype}\n\n{chart}"
 
 
 def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArguments) -> PlannedCall:
@@ -112,14 +114,6 @@ def _render_gantt_chart(schedule: PatchSchedule, steps: int, calls: int) -> str:
     lines = [f"stage {stage:<2} |{''.join(row)}|" for stage, row in enumerate(rows)]
     legend = "= a whole synchronous step, 0-9.. a patch of an asynchronous one, . idle"
     return "\n".join([f"steps 0 to {steps - 1} ({legend}):", *lines])
-
-
-def _describe_components(options: GenerateOptions) -> str:
-    """Write a line on each component with a file of its own; empty if there is none."""
-    lines = []
-    for name, file in options.components.items():
-        lines.append(f"{name}: {file}, {format_bytes(Path(file).stat().st_size)}\n")
-    return "".join(lines)
 
 
 def build_subject_job(

@@ -214,14 +214,6 @@ def _merge_same_work(works: Sequence[Work], times: Sequence[float]) -> list[tupl
     return [(work_by_id[key], total) for key, total in totals.items()]
 
 
-def make_counted_call(transformer: Any, example: Callable[..., CallArguments]) -> CountedCall:
-    """Make the example call of a family."""
-    config = dict(transformer.config)
-    return CountedCall(
-        lambda: {**example(config, GRID, TEXT), "return_dict": False}, StreamSizes(GRID.num_tokens, TEXT)
-    )
-
-
 def count_transformer_work(transformer: nn.Module, family: CallFamily, call: CountedCall) -> TransformerWork:
     """Count the work of a transformer, without reading its weights.
 

@@ -386,7 +386,9 @@ class OpPricer:
             total = total.combine_loads(self._basis.compute_load(part, tokens), times)
         # Outside of its blocks a forward has all tokens, in the call of each patch. This is negligible in a
         # `CallFamily`: the profiles were fitted to their published latencies without it.
-        end_tokens = tokens if self.job.family.example else tokens.count_all_tokens()
+        end_tokens = tokens
+        if self.job.family.example is None:
+            end_tokens = tokens._replace(image=tokens.image_keys, text=tokens.text_keys, heads=1.0, split=1, share=1.0)
         first_load = self._basis.compute_load(work.first, end_tokens)
         if rank.stage == 0 or is_group:
             total = total.combine_loads(first_load)

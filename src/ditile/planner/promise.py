@@ -184,13 +184,6 @@ def take_reference_steps(options: GenerateOptions, num_computed: int | None, pat
     return options
 
 
-def count_loop_steps(num_steps: int, strength: float | None) -> int:
-    """Count the steps of a call. With a strength it begins later, like the pipelines of diffusers."""
-    if strength is None:
-        return num_steps
-    return min(int(num_steps * strength), num_steps)
-
-
 def choose_promise(
     bounds: Bounds,
     model: str,

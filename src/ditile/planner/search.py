@@ -32,14 +32,13 @@ from ditile.cache.step_rules import DecisionRecord, RuleVerdict
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments
-from ditile.plan.plan import AUTO, AXES, FEW_STEPS, OUTER, Facts, Plan, WireDtype
+from ditile.plan.plan import AUTO, AXES, FEW_STEPS, OUTER, Facts, Plan, WireDtype, compute_coordinates
 from ditile.plan.shape import Shape
 from ditile.planner.memory import count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
 from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
-from ditile.planner.shares import weigh_ends, weigh_shares
 from ditile.planner.subject import PlanSubject
 
 MOST_PATCHES = 32
@@ -58,6 +57,8 @@ PACKING_GAIN = 0.1
 """Messages are packed, which is an approximation, if that saves this share of a call."""
 ROWS_GAIN = 0.02
 """The decode is divided by rows if that saves this share of a call of few steps."""
+ALIKE = 1.02
+"""Speeds that differ by a smaller factor make equal shares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -378,7 +379,7 @@ class PlanSearch:
         plan = replace(job.plan, stage_weights=None, stage_blocks=tuple(blocks))
         # Rows of the decode and layers of text encoders still follow the speeds, which no stage weights say any more.
         if job.plan.stage_weights is not None:
-            plan = self._weigh_ends(plan)
+            plan = weigh_ends(plan, self._device_speeds)
         return self._make_job(plan)
 
     def _find_shorter_loop(self, price: Price) -> Price | None:
@@ -529,7 +530,7 @@ class PlanSearch:
                 # Single blocks move from stage to stage while that makes the loop shorter.
                 while (better := self._find_shorter_loop(price)) is not None:
                     price = better
-                sized = self._size_plan(self._weigh_ends(price.plan))
+                sized = self._size_plan(weigh_ends(price.plan, self._device_speeds))
                 # Weights for decode and text are left out if memory is short.
                 if sized.lacks <= 0:
                     price = replace(price, plan=sized.job.plan, memory_bytes=sized.memory)
@@ -551,7 +552,7 @@ class PlanSearch:
         completed = replace(price, text_s=text, decode_s=decode)
         if not may_divide or not subject.divides_decode or plan.vae == "rows":
             return completed
-        by_rows = self._make_job(self._weigh_ends(replace(plan, vae="rows")))
+        by_rows = self._make_job(weigh_ends(replace(plan, vae="rows"), self._device_speeds))
         _, divided = self._predict_ends(by_rows)
         if decode - divided < ROWS_GAIN * completed.call_s:
             return completed
@@ -583,11 +584,66 @@ class PlanSearch:
                 decode = max(decode, compute_decode_seconds(work, pixels, share, device))
         return max(text), decode
 
-    def _weigh_ends(self, plan: Plan) -> Plan:
-        """Divide a plan's decode and text by the speeds of the devices, if the plan divides them."""
-        if not self._device_speeds:
-            return plan
-        return weigh_ends(plan, self._device_speeds)
+
+def weigh_shares(plan: Plan, speeds: Sequence[float]) -> Plan:
+    """Return the plan with shares that let ranks of unlike speeds end together. It is unchanged where none differ.
+
+    Args:
+        plan: with equal shares.
+        speeds: of each rank's device, in any unit.
+    """
+    token_speeds = [0.0] * (plan.token_ranks * plan.distrifusion)
+    tensor_speeds = [0.0] * plan.tensor
+    places = []
+    for rank in range(plan.world):
+        place = compute_coordinates(plan, rank)
+        token_place = plan.find_token_place(place)
+        places.append((place["pipefusion"], token_place, place["tensor"]))
+        token_speeds[token_place] += speeds[rank]
+        tensor_speeds[place["tensor"]] += speeds[rank]
+    stage_speeds = [float("inf")] * plan.pipefusion
+    for rank, (stage, token_place, tensor_place) in enumerate(places):
+        # A stage is done when its last rank is.
+        token_share = token_speeds[token_place] / sum(token_speeds)
+        tensor_share = tensor_speeds[tensor_place] / sum(tensor_speeds)
+        share = token_share * tensor_share
+        stage_speeds[stage] = min(stage_speeds[stage], speeds[rank] / share)
+    return replace(
+        plan,
+        stage_weights=_round_weights(stage_speeds),
+        token_weights=_round_weights(token_speeds),
+        tensor_weights=_round_weights(tensor_speeds),
+    )
+
+
+def weigh_ends(plan: Plan, speeds: Sequence[float]) -> Plan:
+    """Return the plan with weights for decode and text on ranks of unlike speeds.
+
+    They make the ranks end together, if the plan divides these parts.
+
+    Args:
+        plan: made by `weigh_shares` or by the user; it is unchanged where its other weights say the same.
+        speeds: of each rank's device, in any unit; empty if all are alike.
+    """
+    if not speeds:
+        return plan
+    plan = replace(plan, rank_weights=None)
+    if not plan.divides_ends:
+        return plan
+    num_ranks = plan.world // plan.data
+    # The weights serve all replicas, so the slowest rank at each place decides.
+    weights = _round_weights([min(speeds[rank : plan.world : num_ranks]) for rank in range(num_ranks)])
+    if weights == _round_weights(plan.list_rank_weights()):
+        return plan
+    return replace(plan, rank_weights=weights or (1.0,) * num_ranks)
+
+
+def _round_weights(speeds: Sequence[float]) -> tuple[float, ...] | None:
+    """Return speeds as multiples of the lowest one, in two decimals. None where they are alike."""
+    lowest = min(speeds)
+    if max(speeds) < ALIKE * lowest:
+        return None
+    return tuple(round(speed / lowest, 2) for speed in speeds)
 
 
 def _format_gigabytes(size: int) -> str:

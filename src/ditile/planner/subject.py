@@ -55,12 +55,13 @@ from ditile.planner.footprint import (
     measure_vae_scale,
 )
 from ditile.planner.kernel_times import (
+    GRID,
+    TEXT,
     CountedCall,
     Stream,
     StreamSizes,
     TransformerWork,
     count_transformer_work,
-    make_counted_call,
 )
 from ditile.planner.recording.configs import PipelineConfigs
 from ditile.planner.recording.recorded import (
@@ -68,11 +69,13 @@ from ditile.planner.recording.recorded import (
     PipelineRecorder,
     RecordedCall,
     RecordedStep,
+    read_prompt_table,
 )
 from ditile.planner.recording.sizes import SizesOnly
 from ditile.runner.load import convert_build_errors
 from ditile.runner.model_files import DENOISERS, ComponentFiles, ModelSource
 from ditile.runner.requests.conditions import bind_conditions, check_picture_count, read_call_conditions
+from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.weights.prequantized import StoredWeights
 
 PROBED = Grid(22, 32)
@@ -152,7 +155,9 @@ class PlanSubject:
         """
         with convert_build_errors(name):
             configs = PipelineConfigs.read_source(source, components or {})
-            configs = configs.choose_class(given, has_controlnet=has_controlnet)
+            chosen = choose_pipeline_class(configs.pipeline, given, configs.index, has_controlnet=has_controlnet)
+            if chosen.__name__ in read_prompt_table():
+                configs = replace(configs, pipeline=chosen)
             return cls.from_pipeline_configs(name, configs)
 
     @classmethod
@@ -163,28 +168,28 @@ class PlanSubject:
         recorder = None
         # To record a call, the pipeline is built from its configs, which takes seconds.
         if configs.is_recorded(family):
-            recorder = configs.make_recorder(*configs.build_parts(transformer))
+            recorder = configs.make_recorder(transformer)
         if family is None:
             scale = measure_vae_scale(configs.coder, configs.vae)
         else:
             # Families with an example make images, and their VAEs halve them between their blocks.
             scale = VaeScale(2 ** (len(configs.vae["block_out_channels"]) - 1))
-        other_parts = configs.count_other_parts()
+        text, vae, uncounted, decodes = configs.count_other_parts()
         return cls(
             name,
             configs.pipeline,
             transformer,
             scale.side,
-            other_parts.text,
-            other_parts.vae,
+            text,
+            vae,
             encoders=configs.encoders,
             decoder=configs.vae,
-            uncounted=other_parts.uncounted,
+            uncounted=uncounted,
             recorder=recorder,
             scale=scale,
             coder=configs.coder,
             models=1 if configs.second is None else 2,
-            decodes=other_parts.decodes,
+            decodes=decodes,
             stored=configs.stored,
         )
 
@@ -303,8 +308,12 @@ class PlanSubject:
         return step
 
     def _make_counted_call(self) -> CountedCall:
-        if self.family.example is not None:
-            return make_counted_call(self.transformer, self.family.example)
+        example = self.family.example
+        if example is not None:
+            config: Any = dict(self.transformer.config)  # type: ignore[arg-type]
+            return CountedCall(
+                lambda: {**example(config, GRID, TEXT), "return_dict": False}, StreamSizes(GRID.num_tokens, TEXT)
+            )
         step = self._record_probe()
         call = step.calls[0]
         others: dict[int, Stream] = {PROBED_TEXT: "text", self._probed_tokens: "image"}

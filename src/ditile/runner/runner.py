@@ -453,12 +453,10 @@ class Runner:
         """
 
         def describe(call: CallArguments) -> JsonObject:
-            return {"call": digest.describe_call(call), "is_spoiled": self.mesh.groups.is_spoiled}
+            return {"call": digest.describe_call(call)}
 
-        call, everyone = _agree_on_result(lambda: self._bind_arguments(args, kwargs), self.mesh, describe)
+        call, _ = _agree_on_result(lambda: self._bind_arguments(args, kwargs), self.mesh, describe)
         # Another runner's call on the same groups may have failed since the mesh was made.
-        if any(rank["is_spoiled"] for rank in everyone):
-            self.mesh.groups.begin_epoch()
         if self.mesh.epoch != self.mesh.groups.epoch:
             self.mesh.renew_groups(self.plan)
         class_now = type(self.pipe)
@@ -548,7 +546,6 @@ class Runner:
                 "loras": digest.describe_loras(self.pipe.components),
                 "cannot_stream": parts.serial_plan is not None and parts.explain_streaming_refusal() is not None,
                 "may_record": may_record,
-                "is_spoiled": self.mesh.groups.is_spoiled,
             }
 
         call, everyone = _agree_on_result(bind, self.mesh, describe)
@@ -556,9 +553,6 @@ class Runner:
         parts.loop.lets_group_rest = any(rank["cannot_stream"] for rank in everyone)
         # If one rank gathers a mask in a recorded call, all ranks must gather it.
         parts.attention.records = any(rank["may_record"] for rank in everyone)
-        # Messages of a failed call may still be under way in the groups of any rank.
-        if any(rank["is_spoiled"] for rank in everyone):
-            self.mesh.groups.begin_epoch()
         if self.mesh.epoch != self.mesh.groups.epoch:
             parts.renew_groups()
             self._decisions = None
@@ -705,12 +699,14 @@ def _agree_on_result(
 ) -> tuple[Result, list[JsonObject]]:
     """Run a function, and gather a description of its result from each rank. If one rank raises, all ranks raise.
 
+    If all agree, groups in which a call of any rank has failed are given up.
+
     Raises:
         StateError: if "call" or "loras" of the descriptions differ.
     """
     try:
         result = run()
-        mine = {"refusal": None} | describe(result)
+        mine = {"refusal": None, "is_spoiled": mesh.groups.is_spoiled} | describe(result)
     # Tell the other ranks, which would wait for this one.
     except (DitileError, TypeError) as error:
         gather_json({"refusal": [type(error).__name__, str(error)]}, mesh.everyone)
@@ -735,6 +731,9 @@ def _agree_on_result(
         for name, value in theirs.get("loras", {}).items():
             owner, value_of_owner = owners.setdefault(name, (rank, value))
             _check_same_value(name, rank, value, owner, value_of_owner)
+    # Messages of the failed call may still be under way.
+    if any(theirs["is_spoiled"] for theirs in everyone):
+        mesh.groups.begin_epoch()
     return result, everyone
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import nn
@@ -176,34 +177,27 @@ def prepare_policy(
     raise ModelError(f"{type(config).__name__} is not a method that leaves out calls; try FittedScheduleConfig()")
 
 
+@dataclass(frozen=True)
 class LoopForecasts:
     """The caches of calls of a pipeline, for the length of a runner's call.
 
-    Args:
+    Attributes:
         caches: one for each model.
         now: the generation under way.
         steps_scheduler: whether this rank steps the scheduler; the others forecast nothing.
         agreement: of the ranks of the image.
     """
 
-    def __init__(
-        self,
-        caches: Sequence[CallCache],
-        now: Generation,
-        steps_scheduler: Callable[[], bool],
-        agreement: CallAgreement,
-        images: int,
-    ) -> None:
-        self._images = images
-        self._agreement = agreement
-        self._caches = caches
-        self._now = now
-        self._steps_scheduler = steps_scheduler
+    caches: Sequence[CallCache]
+    now: Generation
+    steps_scheduler: Callable[[], bool]
+    agreement: CallAgreement
+    images: int
 
     def begin_generation(self, steps: int) -> Collection[int] | None:
         """Begin a generation. Returns the steps that compute, if they are known."""
         policies: list[CallPolicy] = []
-        for cache in self._caches:
+        for cache in self.caches:
             cache.begin_generation(steps)
             assert cache.forecasts is not None
             policies.append(cache.forecasts.policy)
@@ -218,22 +212,22 @@ class LoopForecasts:
 
     def end_generation(self) -> None:
         """End the generation before the decoder needs the memory."""
-        for cache in self._caches:
+        for cache in self.caches:
             cache.end_generation()
 
     def wrap_forward(self, cache: CallCache, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a model's forward, around everything that a runner puts on it."""
-        now = self._now
+        now = self.now
 
         def compute_or_forecast(*args: Any, **kwargs: Any) -> Any:
             forecasts = cache.forecasts
             if forecasts is None or not now.is_under_way or now.is_dry or now.is_surveyed:
                 return forward(*args, **kwargs)
             latents = cache.find_latents(args, kwargs)
-            call = ModelCall(now.loop_step, now.branch, latents, self._agreement, self._images)
+            call = ModelCall(now.loop_step, now.branch, latents, self.agreement, self.images)
             if forecasts.decide_call(call, now.computes):
                 run = functools.partial(forward, *args, **kwargs)
-                return forecasts.compute_call(call, run, keeps=self._steps_scheduler())
+                return forecasts.compute_call(call, run, keeps=self.steps_scheduler())
             # A step is computed where its first call is.
             now.is_forecast = now.is_forecast or not now.branch
             result = forecasts.forecast_call(call)

@@ -235,7 +235,25 @@ class RedirectedForward:
         return out
 
 
-class AttentionRedirect(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode):
+    """A mode in which `attend` takes the place of scaled dot-product attention, with its arguments."""
+
+    attend: Callable[..., Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Inside of torch's own function this mode is off, so a copy of it calls `attend`.
+        self._multi_head = copy_multi_head_attention(self.attend)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            func = self.attend
+        elif func is functional.multi_head_attention_forward:
+            func = self._multi_head
+        return func(*args, **(kwargs or {}))
+
+
+class AttentionRedirect(AttentionMode):
     """A mode in which scaled dot-product attention goes to a core.
 
     Attributes:
@@ -246,21 +264,8 @@ class AttentionRedirect(TorchFunctionMode):
         super().__init__()
         self._core = core
         self.is_used = False
-        self._multi_head = copy_multi_head_attention(self._redirect_call)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.scaled_dot_product_attention:
-            return self._redirect_call(*args, **(kwargs or {}))
-        # Inside of torch's own function this mode is off, so a copy of it calls the core.
-        if func is functional.multi_head_attention_forward:
-            return self._multi_head(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _redirect_call(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.is_used = True
-        return self._attend_with_core(*args, **kwargs)
-
-    def _attend_with_core(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -271,12 +276,14 @@ class AttentionRedirect(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Attend with the core, with the arguments of torch's function."""
+        self.is_used = True
         refuse_causal_and_dropout(dropout_p, is_causal)
         # [rows * heads, tokens, size] is taken for one row with as many heads.
         if query.ndim == 3:
             if attn_mask is not None and attn_mask.ndim == 3:
                 attn_mask = attn_mask[None]
-            return self._attend_with_core(query[None], key[None], value[None], attn_mask, scale=scale)[0]
+            return self.attend(query[None], key[None], value[None], attn_mask, scale=scale)[0]
         # torch has heads before tokens, and cores tokens before heads.
         q = query.transpose(1, 2)
         k = repeat_heads(key.transpose(1, 2), q.shape[2])
@@ -288,22 +295,14 @@ NoteAttention = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor |
 """(query, key, value, mask, whether it is causal) -> the result of a call in place of attention; None for attention."""
 
 
-class AttentionWatch(TorchFunctionMode):
+class AttentionWatch(AttentionMode):
     """A mode that shows every call of scaled dot-product attention to a function, which may replace it."""
 
     def __init__(self, note: NoteAttention) -> None:
         super().__init__()
         self._note = note
-        self._multi_head = copy_multi_head_attention(self._note_and_attend)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.scaled_dot_product_attention:
-            func = self._note_and_attend
-        elif func is functional.multi_head_attention_forward:
-            func = self._multi_head
-        return func(*args, **(kwargs or {}))
-
-    def _note_and_attend(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -313,6 +312,7 @@ class AttentionWatch(TorchFunctionMode):
         is_causal: bool = False,
         **others: Any,
     ) -> Tensor:
+        """Show a call to the function, and attend unless it has a result."""
         replacement = self._note(query, key, value, attn_mask, is_causal)
         if replacement is not None:
             return replacement

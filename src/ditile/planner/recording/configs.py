@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import diffusers
 import transformers
 from torch import nn
 
 from ditile.model.anatomies import build_block_hooks
-from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.placeholders import build_meta_model, init_on_meta_device
 from ditile.model.known import name_component_source
 from ditile.plan.errors import LoadError, ModelError, join_error_lines
@@ -40,7 +39,6 @@ from ditile.runner.model_files import (
     list_own_components,
     read_json_object,
 )
-from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.weights.prequantized import StoredWeights
 
 FACTS = "facts.json"
@@ -48,15 +46,6 @@ FACTS = "facts.json"
 SECOND = ("transformer_2", "transformer_ref")
 """Names of a second transformer. Each rank has its part of both."""
 TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
-
-
-class OtherParts(NamedTuple):
-    """Parameters of text encoders and VAE; `uncounted` and `decodes` as in `PlanSubject`."""
-
-    text: int
-    vae: int
-    uncounted: tuple[str, ...] = ()
-    decodes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +109,6 @@ class PipelineConfigs:
         coder = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
         return cls(source, pipeline, index, kind, transformer, coder, vae, places, stored)
 
-    def choose_class(self, given: Collection[str], *, has_controlnet: bool) -> PipelineConfigs:
-        """Return these configs for the class that generates from the given inputs, if its calls can be recorded.
-
-        Raises:
-            ModelError: if no class of the family generates from that.
-        """
-        kind = choose_pipeline_class(self.pipeline, given, self.index, has_controlnet=has_controlnet)
-        if kind.__name__ not in read_prompt_table():
-            return self
-        return replace(self, pipeline=kind)
-
     def is_recorded(self, family: CallFamily | None) -> bool:
         """Return whether a call must be recorded to know its shape. A family knows it for its own pipelines."""
         if family is None:
@@ -173,35 +151,36 @@ class PipelineConfigs:
         with init_on_meta_device():
             return self.kind.from_config(self.transformer)  # type: ignore[no-any-return]
 
-    def build_parts(self, transformer: nn.Module) -> tuple[dict[str, nn.Module], list[TransformerHooks]]:
-        """Build the models without weights, except text encoders; and hooks for those called in a step."""
+    def make_recorder(self, transformer: nn.Module) -> PipelineRecorder:
+        """Make a recorder for calls of a pipeline of this transformer and the other models without weights."""
         with init_on_meta_device():
             parts = {"transformer": transformer, "vae": self.coder.from_config(self.vae)}
             if self.second is not None:
                 # Both checkpoints of such a pipeline have one architecture.
                 parts[self.second] = build_meta_model(transformer)
-        return parts, [build_block_hooks(part) for name, part in parts.items() if name != "vae"]
-
-    def make_recorder(self, parts: Mapping[str, nn.Module], hooks: Sequence[TransformerHooks]) -> PipelineRecorder:
-        """Make a recorder for calls of a pipeline of these models."""
         if MODULAR_MARK in self.index:
             pipe = build_recorded_blocks(self.locate_component, find_pipeline_kind(self.source), self.index, parts)
         else:
             pipe = build_recorded_pipeline(self.locate_component, self.pipeline, self.index, parts)
-        return PipelineRecorder(pipe, *hooks)
+        # A step calls all of them but the VAE.
+        return PipelineRecorder(pipe, *[build_block_hooks(part) for name, part in parts.items() if name != "vae"])
 
     def locate_component(self, name: str) -> ModelSource:
         """Return the folder or hub id of a component."""
         return self.places.get(name, self.source)
 
-    def count_other_parts(self) -> OtherParts:
-        """Read the parameters of other parts from a file, or count them on models made from configs."""
+    def count_other_parts(self) -> tuple[int, int, tuple[str, ...], float | None]:
+        """Read the parameters of other parts from a file, or count them on models made from configs.
+
+        Returns:
+            Those of the text encoders and of the VAE, and `uncounted` and `decodes` of `PlanSubject`.
+        """
         # Configs of published models come without those of their text encoders.
         facts = Path(self.source, FACTS)
         if facts.exists():
             counts = read_json_object(facts)
             decoded = counts.get("decoded_numbers")
-            return OtherParts(counts["text_parameters"], counts["vae_parameters"], decodes=decoded)
+            return counts["text_parameters"], counts["vae_parameters"], (), decoded
         text = 0
         uncounted = []
         for name, kind in self._encoder_names.items():
@@ -220,7 +199,7 @@ class PipelineConfigs:
                 text += _count_module_parameters(encoder(config))
         with init_on_meta_device():
             coder = _count_module_parameters(self.coder.from_config(self.vae))
-        return OtherParts(text, coder, tuple(uncounted))
+        return text, coder, tuple(uncounted), None
 
 
 def _list_unlisted_encoders(pipeline: Any, index: JsonObject) -> dict[str, list[str]]:

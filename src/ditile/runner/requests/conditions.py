@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import CallArguments
-from ditile.runner.requests.pipelines import returns_videos
+from ditile.runner.requests.pipelines import find_output_kind
 
 ARGUMENTS = {
     "image": ("image", "images", "input_images", "reference_images"),
@@ -117,7 +117,7 @@ def _composes_images(pipeline: Any, parameters: Mapping[str, Any], argument: str
     if isinstance(pipeline, type):
         return argument.endswith("s") or pipeline.__name__ in COMPOSING
     # An image that noise is added to, or that is the first frame of a video, is a single one.
-    is_start = "strength" in parameters or (returns_videos(pipeline) and argument == "image")
+    is_start = "strength" in parameters or (argument == "image" and find_output_kind(pipeline) == "video")
     return "list" in str(parameters[argument].annotation) and not is_start
 
 

@@ -87,12 +87,21 @@ def encode_picture(image: Image.Image, format: str, quality: int, texts: Mapping
         image: in RGB.
         format: "png", "jpeg" or "webp".
         quality: of jpeg and webp, 0 to 100.
-        texts: how it was made.
+        texts: how it was made. The EXIF of a JPEG or a WebP has all of them in JSON, and AUTOMATIC1111's in the
+            comment; nothing if they are too long.
     """
     if format == "png":
         return encode_png(image, texts)
+    exif = Image.Exif()
+    exif[IMAGE_DESCRIPTION] = json.dumps(dict(texts))
+    if PARAMETERS in texts:
+        comment = texts[PARAMETERS].encode("utf-16-be", "replace")
+        exif[EXIF_IFD] = {USER_COMMENT: b"UNICODE\0" + comment}
+    exif_bytes = exif.tobytes()
+    if len(exif_bytes) > MAX_EXIF_BYTES:
+        exif_bytes = b""
     encoded = io.BytesIO()
-    image.save(encoded, format=format, quality=quality, exif=encode_exif(texts))
+    image.save(encoded, format=format, quality=quality, exif=exif_bytes)
     return encoded.getvalue()
 
 
@@ -112,20 +121,6 @@ def read_picture_texts(path: Path) -> dict[str, str]:
             return dict(json.loads(image.getexif().get(IMAGE_DESCRIPTION, "{}")))
     except DECODE_ERRORS:
         return {}
-
-
-def encode_exif(texts: Mapping[str, str]) -> bytes:
-    """Encode texts in the EXIF of a JPEG or a WebP: all texts in JSON, and AUTOMATIC1111's in the comment. Empty if it
-    is too long."""
-    exif = Image.Exif()
-    exif[IMAGE_DESCRIPTION] = json.dumps(dict(texts))
-    if PARAMETERS in texts:
-        comment = texts[PARAMETERS].encode("utf-16-be", "replace")
-        exif[EXIF_IFD] = {USER_COMMENT: b"UNICODE\0" + comment}
-    encoded = exif.tobytes()
-    if len(encoded) > MAX_EXIF_BYTES:
-        return b""
-    return encoded
 
 
 def describe_weight_files(components: Mapping[str, str]) -> dict[str, str]:

@@ -57,11 +57,6 @@ def find_model_output(model: str, *, check_packages: bool = False) -> OutputKind
     return find_output_kind(pipeline)
 
 
-def returns_videos(pipeline: Any) -> bool:
-    """Return whether a class of pipelines returns videos. See `find_output_kind`."""
-    return find_output_kind(pipeline) == "video"
-
-
 def find_output_kind(pipeline: Any) -> OutputKind:
     """Find what a class of pipelines returns. A class that is not known returns images.
 

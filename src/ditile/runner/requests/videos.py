@@ -105,7 +105,16 @@ def encode_video(video: Video, format: str, fps: float, texts: Mapping[str, str]
     """
     if format == "mp4":
         return _encode_mp4(video, fps, texts, sound)
-    return _encode_animation(video, format, fps)
+    # Pillow leaves out a frame that equals the one before, and shows that one for longer.
+    images = [Image.fromarray(frame) for frame in video]
+    if format == "webp":
+        options = {"lossless": True, "duration": _divide_time(len(video), fps, unit_ms=1)}
+    else:
+        # A GIF counts hundredths of a second.
+        options = {"disposal": 1, "duration": _divide_time(len(video), fps, unit_ms=10)}
+    encoded = io.BytesIO()
+    images[0].save(encoded, format=format, save_all=True, append_images=images[1:], loop=0, **options)
+    return encoded.getvalue()
 
 
 def encode_poster(video: Video, fps: float, texts: Mapping[str, str]) -> bytes:
@@ -198,19 +207,6 @@ def _encode_mp4(video: Video, fps: float, texts: Mapping[str, str], sound: Sound
         for picture in video:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
-    return encoded.getvalue()
-
-
-def _encode_animation(video: Video, format: str, fps: float) -> bytes:
-    # Pillow leaves out a frame that equals the one before, and shows that one for longer.
-    images = [Image.fromarray(frame) for frame in video]
-    if format == "webp":
-        options = {"lossless": True, "duration": _divide_time(len(video), fps, unit_ms=1)}
-    else:
-        # A GIF counts hundredths of a second.
-        options = {"disposal": 1, "duration": _divide_time(len(video), fps, unit_ms=10)}
-    encoded = io.BytesIO()
-    images[0].save(encoded, format=format, save_all=True, append_images=images[1:], loop=0, **options)
     return encoded.getvalue()
 
 
