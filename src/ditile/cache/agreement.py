@@ -8,8 +8,8 @@ tokens on, so the messages between stages do not depend on decisions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,11 @@ PROBE_KIND = "probe"
 """The input of a probe is not packed: two stages would measure the change of tokens by different numbers."""
 
 
+@dataclass
 class LoopClock:
     """The position of a runner's loop.
 
-    Args:
+    Attributes:
         now: the generation under way.
         count_steps: returns the number of its steps.
         plan: its patches.
@@ -41,40 +42,34 @@ class LoopClock:
         images: how many the model is called on, once that is known; None where stale keys belong to the whole batch.
     """
 
-    def __init__(
-        self,
-        now: Generation,
-        count_steps: Callable[[], int],
-        plan: Plan,
-        cache: ModelCache,
-        images: Callable[[], int | None],
-    ) -> None:
-        self._now = now
-        self._count_steps = count_steps
-        self._cache = cache
-        self._images = images
-        # DistriFusion's patches are computed at the same time, each by a rank.
-        self._patches = plan.num_patches if plan.distrifusion == 1 else 1
-        self._shares_streams = plan.tensor > 1 and plan.split_scheme == "sequence"
-        self._seen: GenerationMemory | None = None
+    now: Generation
+    count_steps: Callable[[], int]
+    plan: Plan
+    cache: ModelCache
+    images: Callable[[], int | None]
+    _seen: GenerationMemory | None = field(default=None, init=False)
 
     def begin_model_call(self, model: object) -> CallPosition | None:
         """Return the position of this call. It is None, and no block is left out, in four cases: the stages share a
         synchronous step, a batch comes in micro-batches, tokens of several patches are interleaved, or the call does
         not count."""
-        now = self._now
+        now = self.now
+        plan = self.plan
         if not now.is_under_way or now.is_surveyed or now.is_dry:
             return None
         if now.memory is not self._seen:
             # Each generation has a memory of its own.
             self._seen = now.memory
-            self._cache.begin_generation(self._count_steps())
+            self.cache.begin_generation(self.count_steps())
         step, patch = now.micro_step
         whole = now.token_patch is None
-        interleaved = (self._shares_streams and self._patches > 1) or now.num_references > 0
+        # DistriFusion's patches are computed at the same time, each by a rank.
+        num_patches = plan.num_patches if plan.distrifusion == 1 else 1
+        shares_streams = plan.tensor > 1 and plan.split_scheme == "sequence"
+        interleaved = (shares_streams and num_patches > 1) or now.num_references > 0
         if now.batch_range is not None or (whole and (now.shares.warmup_split is not None or interleaved)):
             return None
-        patches = range(self._patches) if patch is None else (patch,)
+        patches = range(num_patches) if patch is None else (patch,)
 
         def has_real_text() -> bool:
             # There is a layout only where ranks split the tokens.
@@ -86,7 +81,7 @@ class LoopClock:
             layout = now.tokens.layout
             # A single patch is the whole image. Patches of reference images are not in the latents: each patch then
             # goes by all of them.
-            if self._patches == 1 or layout.owners:
+            if num_patches == 1 or layout.owners:
                 return 0, 1, 1
             return layout.cuts[patch], layout.cuts[patch + 1], layout.grid.rows
 
@@ -96,7 +91,7 @@ class LoopClock:
             patches=patches,
             sizes=lambda: [now.tokens.get_own_part(patch).image_tokens for patch in patches],
             has_text=has_real_text,
-            images=self._images(),
+            images=self.images(),
             # The next step reads all keys of a synchronous step.
             must_compute=whole and now.keeps_keys and not now.is_stale,
             row_spans=lambda: list(map(locate_rows, patches)),
@@ -108,7 +103,7 @@ class LoopClock:
     def end_generation(self) -> None:
         """End the generation."""
         self._seen = None
-        self._cache.end_generation()
+        self.cache.end_generation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +158,11 @@ class ImageAgreement(CallAgreement):
         return float(numbers[0])
 
 
+@dataclass(eq=False)
 class StageAgreement(SkipAgreement):
     """One rank's part in the decisions of a call of the runner.
 
-    Args:
+    Attributes:
         groups: who decides together.
         now: the generation under way.
         by_calls: whether the groups of guidance compute calls of their own.
@@ -174,24 +170,18 @@ class StageAgreement(SkipAgreement):
         stages: block -> its stage.
     """
 
-    def __init__(
-        self,
-        groups: AgreementGroups,
-        mesh: Mesh,
-        now: Generation,
-        by_calls: Callable[[], bool],
-        names: Mapping[nn.Module, str],
-        stages: Mapping[nn.Module, int],
-    ) -> None:
-        self._groups = groups
-        self._mesh = mesh
-        self._now = now
-        self._by_calls = by_calls
-        self._names = names
-        self._stages = stages
-        self.owned: Collection[nn.Module] | None = None
+    groups: AgreementGroups
+    mesh: Mesh
+    now: Generation
+    by_calls: Callable[[], bool]
+    names: Mapping[nn.Module, str]
+    stages: Mapping[nn.Module, int]
+
+    def __post_init__(self) -> None:
+        groups = self.groups
+        mesh = self.mesh
         if mesh.num_stages > 1:
-            self.owned = {block for block, stage in stages.items() if stage == mesh.stage_index}
+            self.owned = {block for block, stage in self.stages.items() if stage == mesh.stage_index}
         self._start_channels: dict[int, PeerChannel] = {}
         self._step = -1
         self._previous_stage: PeerChannel | None = None
@@ -213,8 +203,8 @@ class StageAgreement(SkipAgreement):
 
     def _gather_from_ranks(self, numbers: Tensor) -> Tensor:
         """Gather the numbers of all ranks that decide together: `[ranks, ...]`, in order."""
-        group = self._groups.by_calls if self._by_calls() else self._groups.by_batch
-        return gather_numbers(numbers, group, self._mesh.traffic, TRAFFIC_KIND)
+        group = self.groups.by_calls if self.by_calls() else self.groups.by_batch
+        return gather_numbers(numbers, group, self.mesh.traffic, TRAFFIC_KIND)
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
         """Send a decision to the next stage."""
@@ -230,34 +220,34 @@ class StageAgreement(SkipAgreement):
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
         """Send the tokens that enter the first block to the stage that decides."""
-        step = self._now.micro_step.step
+        step = self.now.micro_step.step
         if step != self._step:
             # What was sent in the last step has arrived, or this step would not have begun.
             self._step = step
             for channel in self._start_channels.values():
                 channel.release_old_sends()
         # A channel is made only where the probe is longer than a stage.
-        self._get_start_channel(self._stages[to]).send_tensor(tokens)
+        self._get_start_channel(self.stages[to]).send_tensor(tokens)
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
         """Wait for the tokens of `send_probe_input`, shaped like `like`, from the stage of the first block."""
-        channel = self._get_start_channel(self._stages[of])
+        channel = self._get_start_channel(self.stages[of])
         channel.post_receive(None, like.shape, like)
         return channel.receive_message(None)
 
     def _get_start_channel(self, peer: int) -> PeerChannel:
         if peer not in self._start_channels:
-            assert self._groups.starts is not None
-            channel = PeerChannel(self._groups.starts, peer, PROBE_KIND, self._mesh.traffic, shared=True)
+            assert self.groups.starts is not None
+            channel = PeerChannel(self.groups.starts, peer, PROBE_KIND, self.mesh.traffic, shared=True)
             self._start_channels[peer] = channel
         return self._start_channels[peer]
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
         """Tell the store of keys that every attention of these blocks keeps the keys of an earlier step."""
-        names = [f"{self._names[block]}." for block in blocks if block in self._names]
+        names = [f"{self.names[block]}." for block in blocks if block in self.names]
         # DistriFusion keeps keys by rank and not by patch.
-        patches = [None] if self._mesh["distrifusion"].num_ranks > 1 else moment.patches
-        self._now.memory.reuse_stale_keys(moment.branch, names, moment.step, patches)
+        patches = [None] if self.mesh["distrifusion"].num_ranks > 1 else moment.patches
+        self.now.memory.reuse_stale_keys(moment.branch, names, moment.step, patches)
 
     def close_channels(self) -> None:
         """Send the remaining messages at the end of a call that went well."""

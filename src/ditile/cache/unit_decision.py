@@ -128,10 +128,11 @@ class UnitState:
     control: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
 class SkipDecider:
     """Decides on one set of blocks.
 
-    Args:
+    Attributes:
         rules: when a step may be left out.
         difference: measures two probes.
         dtype: the type in which probes are kept; None is their own.
@@ -139,21 +140,12 @@ class SkipDecider:
         feature: what is compared in place of probes.
     """
 
-    def __init__(
-        self,
-        rules: SkipRules,
-        difference: Difference,
-        dtype: torch.dtype | None = None,
-        *,
-        shares: bool = False,
-        feature: Feature | None = None,
-    ) -> None:
-        self.rules = rules
-        self._feature = feature
-        self._difference = difference
-        self._dtype = dtype
-        self._shares = shares
-        self._states: dict[UnitKey, UnitState] = {}
+    rules: SkipRules
+    difference: Difference
+    dtype: torch.dtype | None = None
+    shares: bool = False
+    feature: Feature | None = None
+    _states: dict[UnitKey, UnitState] = field(default_factory=dict, init=False, repr=False)
 
     def decide_skips(
         self, probe: Tensor, call: CacheCall, agreement: SkipAgreement, thresholds: Sequence[float] | None = None
@@ -171,7 +163,7 @@ class SkipDecider:
         parts = self._list_parts(probe, call)
         if RuleVerdict.MEASURE in verdicts:
             first_branch: list[float | None] = [None]
-            if self._shares and call.moment.branch:
+            if self.shares and call.moment.branch:
                 first_branch = self.get_last_differences(call._replace(moment=call.moment._replace(branch=0)))
             if None not in first_branch:
                 differences = first_branch
@@ -179,17 +171,17 @@ class SkipDecider:
                 sums = self._sum_changes(parts, call, states_by_unit, verdicts)
                 # All ranks call this, even if no unit needs a difference, because the sums of all units are one
                 # message. Each rank has the whole feature, but only a part of the tokens.
-                if self._feature is None:
+                if self.feature is None:
                     sums = agreement.sum_over_ranks(sums)
                 differences = [_find_largest_difference(*unit_numbers) for unit_numbers in sums.tolist()]
-                if self._feature is not None:
+                if self.feature is not None:
                     # A unit without a difference has not changed.
                     differences = [*agreement.take_first_numbers([number or 0.0 for number in differences])]
             for place, verdict in enumerate(verdicts):
                 if verdict is not RuleVerdict.MEASURE:
                     differences[place] = None
         # A feature is compared with the previous step, even if that was skipped.
-        if self._feature is not None:
+        if self.feature is not None:
             self._store_parts(parts, call, [False] * len(verdicts))
         skips: list[bool] = []
         for place, states in enumerate(states_by_unit):
@@ -222,14 +214,14 @@ class SkipDecider:
     def store_probes(self, probe: Tensor, call: CacheCall, skips: Sequence[bool]) -> None:
         """Keep the probe `[rows, tokens, channels]` of the computed units."""
         # A feature is stored when the decision is made.
-        if self._feature is None:
+        if self.feature is None:
             self._store_parts(self._list_parts(probe, call), call, skips)
 
     def _list_parts(self, probe: Tensor, call: CacheCall) -> list[tuple[int, Tensor]]:
         """List the values that are compared, by patch."""
-        if self._feature is None:
+        if self.feature is None:
             return call.split_by_patch(probe)
-        return self._feature.list_parts(call)
+        return self.feature.list_parts(call)
 
     def _store_parts(self, parts: list[tuple[int, Tensor]], call: CacheCall, skips: Sequence[bool]) -> None:
         for patch, tokens in parts:
@@ -238,8 +230,8 @@ class SkipDecider:
                     continue
                 # A slice would keep the probe of the whole batch in memory.
                 unit_probe = tokens[unit.batch_slice].clone() if unit.among > 1 else tokens
-                if self._dtype is not None:
-                    unit_probe = unit_probe.to(self._dtype)
+                if self.dtype is not None:
+                    unit_probe = unit_probe.to(self.dtype)
                 state = self._get_unit_state(call, patch, unit)
                 state.probe = unit_probe
                 state.size = None
@@ -287,7 +279,7 @@ class SkipDecider:
         With control there are two more columns for each of its sizes.
         """
         _, first_part = parts[0]
-        dtype = self._difference.choose_sum_dtype(first_part)
+        dtype = self.difference.choose_sum_dtype(first_part)
         measured: list[Tensor] = []
         for unit, states, verdict in zip(call.units, states_by_unit, verdicts, strict=True):
             for (_, tokens), state in zip(parts, states, strict=True):
@@ -295,8 +287,8 @@ class SkipDecider:
                     measured += tokens.new_zeros(2, dtype=dtype)
                     continue
                 unit_tokens = unit.slice_batch(tokens)
-                change, size = self._difference.sum_change_and_size(state.probe, unit_tokens, state.size)
-                if self._difference.important <= 0:
+                change, size = self.difference.sum_change_and_size(state.probe, unit_tokens, state.size)
+                if self.difference.important <= 0:
                     # The size of the last computed probe stays the same until the next computed step.
                     state.size = size
                 measured += (change, size)

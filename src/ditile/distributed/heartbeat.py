@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -189,6 +190,7 @@ class RankSigns:
         return reports
 
 
+@dataclass
 class CallCount:
     """Counts the calls of this process that all ranks must make.
 
@@ -198,10 +200,9 @@ class CallCount:
         is_local_work: whether the rest of this call is local, so no other rank waits for this one.
     """
 
-    def __init__(self) -> None:
-        self.number = 0
-        self.is_inside = False
-        self.is_local_work = False
+    number: int = 0
+    is_inside: bool = False
+    is_local_work: bool = False
 
 
 COUNT = CallCount()

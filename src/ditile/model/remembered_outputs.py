@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ditile.model.hooks.pieces import has_nan
 from ditile.plan.anatomy import Anatomy
 
 
+@dataclass(frozen=True, eq=False)
 class OutputMemoizer:
     """Remembers the outputs of modules that do not see the latents, so that they are computed once and not for each
     patch.
@@ -31,33 +33,20 @@ class OutputMemoizer:
 
     Within the blocks they are kept for a step, and only while their inputs are the same tensors, unchanged.
 
-    Args:
+    Attributes:
         transformer, anatomy: the model, and its known structure.
         now: the generation under way.
         first, last: whether this rank has the first stage, and the last one.
         excluded: modules that a survey of an earlier call has excluded, to which this one adds.
     """
 
-    def __init__(
-        self,
-        transformer: nn.Module,
-        anatomy: Anatomy,
-        now: Generation,
-        label: str = "",
-        *,
-        first: bool = True,
-        last: bool = True,
-        excluded: set[str] | None = None,
-    ) -> None:
-        self._transformer = transformer
-        self._anatomy = anatomy
-        self._now = now
-        self._label = label
-        self._first = first
-        self._last = last
-        if excluded is None:
-            excluded = set()
-        self._excluded = excluded
+    transformer: nn.Module
+    anatomy: Anatomy
+    now: Generation
+    label: str = ""
+    first: bool = True
+    last: bool = True
+    excluded: set[str] = field(default_factory=set)
 
     def install_hooks(self, stack: ExitStack, compiled: Sequence[str] = ()) -> None:
         """Override the forwards of modules until the stack is closed.
@@ -65,19 +54,19 @@ class OutputMemoizer:
         Args:
             compiled: blocks within which nothing is remembered, because the modules in them are part of their graph.
         """
-        row = self._anatomy
+        row = self.anatomy
         compiled_prefixes = tuple(f"{block}." for block in compiled)
         block_prefixes = tuple(f"{name}." for name in row.lists)
         lasting = list(row.constant)
-        if not self._first:
+        if not self.first:
             lasting += row.embeds
-        if not self._last:
+        if not self.last:
             lasting += row.head
         for name, module in self._find_modules(lasting):
-            if not f"{self._label}{name}".startswith(compiled_prefixes):
+            if not f"{self.label}{name}".startswith(compiled_prefixes):
                 self._remember_output(stack, name, module, lasts=True)
         for name, module in self._find_modules(row.per_step):
-            if f"{self._label}{name}".startswith(compiled_prefixes):
+            if f"{self.label}{name}".startswith(compiled_prefixes):
                 continue
             if not name.startswith(block_prefixes):
                 self._remember_output(stack, name, module)
@@ -94,7 +83,7 @@ class OutputMemoizer:
         Returns:
             The result of `run`.
         """
-        row = self._anatomy
+        row = self.anatomy
         called = set[str]()
 
         def note_output(name: str, is_of_latents: bool, module: nn.Module, args: Any, output: Any) -> None:
@@ -104,7 +93,7 @@ class OutputMemoizer:
             is_expected = set(map(has_nan, parts)) == {is_of_latents}
             # A second call has other inputs. The forward may write into what is no tensor, and no version counts that.
             if name in called or not is_expected or any(isinstance(part, list | dict) for part in parts):
-                self._excluded.add(name)
+                self.excluded.add(name)
             called.add(name)
 
         with ExitStack() as stack:
@@ -114,14 +103,14 @@ class OutputMemoizer:
                     stack.callback(module.register_forward_hook(note).remove)
             result = run()
         # The blocks, or the forward after them, read something made of the latents.
-        if not self._first and row.embeds and (has_nan(result) or is_fed()):
+        if not self.first and row.embeds and (has_nan(result) or is_fed()):
             for name, _ in self._find_modules(row.embeds):
-                self._excluded.add(name)
+                self.excluded.add(name)
         return result
 
     def _find_modules(self, patterns: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
         for pattern in patterns:
-            yield from match_modules(self._transformer, pattern)
+            yield from match_modules(self.transformer, pattern)
 
     def _remember_output(
         self, stack: ExitStack, name: str, module: nn.Module, *, lasts: bool = False, within: bool = False
@@ -130,10 +119,10 @@ class OutputMemoizer:
 
         Of a module `within` a block it is kept only between patches, and only while both are true.
         """
-        now = self._now
+        now = self.now
         forward = module.forward
-        path = f"{self._label}{name}"
-        excluded = self._excluded
+        path = f"{self.label}{name}"
+        excluded = self.excluded
 
         def forward_once(*args: Any, **kwargs: Any) -> Any:
             step, patch = now.micro_step

@@ -190,15 +190,15 @@ class OpPricer:
         self.skips = skips
         self._profile = basis.profile
         self.schedule = job.step_schedule
-        # Replicas and halves of guidance do the same work, so only the first of each is priced.
-        of_stage = job.ranks_of_stage
-        self._ranks = [job.plan_rank(stage * of_stage + rank % of_stage) for stage in range(job.plan.pipefusion)]
-        self._offloads = job.plan_rank(rank).offloads
         # A host may have room for more ranks than the plan has.
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._slowdown = basis.compute_slowdown(self._host)
         can_record = can_record_calls(job.plan, self._profile) and skips.can_be_recorded(job.plan)
         self.records = basis.records and can_record
+        # Replicas and halves of guidance do the same work, so only the first of each is priced.
+        of_stage = job.ranks_of_stage
+        self._ranks = [job.plan_rank(stage * of_stage + rank % of_stage) for stage in range(job.plan.pipefusion)]
+        self._offloads = job.plan_rank(rank).offloads
         self._seen: dict[Any, float] = {}
 
     @cached_property
@@ -386,9 +386,7 @@ class OpPricer:
             total = total.combine_loads(self._basis.compute_load(part, tokens), times)
         # Outside of its blocks a forward has all tokens, in the call of each patch. This is negligible in a
         # `CallFamily`: the profiles were fitted to their published latencies without it.
-        end_tokens = tokens
-        if self.job.family.example is None:
-            end_tokens = tokens._replace(image=tokens.image_keys, text=tokens.text_keys, heads=1.0, split=1, share=1.0)
+        end_tokens = tokens if self.job.family.example else tokens.count_all_tokens()
         first_load = self._basis.compute_load(work.first, end_tokens)
         if rank.stage == 0 or is_group:
             total = total.combine_loads(first_load)

@@ -57,6 +57,8 @@ PACKING_GAIN = 0.1
 """Messages are packed, which is an approximation, if that saves this share of a call."""
 ROWS_GAIN = 0.02
 """The decode is divided by rows if that saves this share of a call of few steps."""
+PROMPT_TOKENS = 512
+"""Tokens of a prompt where a call does not say how many."""
 ALIKE = 1.02
 """Speeds that differ by a smaller factor make equal shares."""
 
@@ -564,7 +566,9 @@ class PlanSearch:
     def _predict_ends(self, job: PlannedCall) -> tuple[float, float]:
         """Predict the seconds until the slowest replica has encoded its text, and those of the slowest decode."""
         subject = self.subject
-        tokens = subject.count_prompt_tokens(self.call, self.shape)
+        # Encoders read two prompts at most, regardless of the branches made of them.
+        prompts = min(self.shape.branches_per_call * self.shape.calls, 2)
+        tokens = int(self.call.get("max_sequence_length") or PROMPT_TOKENS) * prompts
         work = subject.count_decode_work(self.shape.frames)
         shape = job.shape
         pixels = math.ceil(shape.images / job.plan.data) * shape.height * shape.width // subject.vae_scale**2

@@ -46,6 +46,10 @@ class RankTokens(NamedTuple):
         """Count the tokens of a stream."""
         return select_stream_length(stream, self.image, self.text)
 
+    def count_all_tokens(self) -> RankTokens:
+        """Return the tokens of a rank that computes all of them, and attends with all heads."""
+        return self._replace(image=self.image_keys, text=self.text_keys, heads=1.0, split=1, share=1.0)
+
     def count_keys(self, stream: Stream) -> int:
         """Count the keys of a stream."""
         return select_stream_length(stream, self.image_keys, self.text_keys)

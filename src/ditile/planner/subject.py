@@ -82,8 +82,6 @@ PROBED = Grid(22, 32)
 """Token rows and columns of the image with which a recorded model is counted."""
 PROBED_TEXT = 384
 """Tokens of its text. Both are multiples of 32, to which some families pad, and neither is a width of a large model."""
-PROMPT_TOKENS = 512
-"""Tokens of a prompt where a call does not say how many."""
 SIDES = (32, 64)
 """Latent pixels along the sides of the squares used to find the pixels per token."""
 EXCHANGE_OF_STYLE = {"rowwise": "sum", "rms_norm": "norm"}
@@ -417,13 +415,6 @@ class PlanSubject:
         counted = self.scale.counted_frames
         work = count(min(frames, counted[1]))
         return work._replace(operations=count_on_line(lambda number: count(number).operations, frames, counted))
-
-    @staticmethod
-    def count_prompt_tokens(call: CallArguments, shape: Shape) -> int:
-        """Count the tokens read by text encoders for an image: the tokens of its prompt and of the negative prompt."""
-        # There are two prompts at most, regardless of the branches made of them.
-        prompts = min(shape.branches_per_call * shape.calls, 2)
-        return int(call.get("max_sequence_length") or PROMPT_TOKENS) * prompts
 
     def count_text_tokens(self, call: CallArguments) -> int:
         """Count the text tokens of cross attention. They are not in the sequence."""

@@ -331,7 +331,11 @@ class RecordedSteps:
         # A tape cannot create key stores.
         if states_after.keys() != states.keys():
             problem = FIRST_KEYS
-        problem = problem or self._note_stored_keys(call, model)
+        if not problem and model in self.caches:
+            stored = self.caches[model].list_stored_keys()
+            call.stored = stored or ()
+            if stored is None:
+                problem = "a cache remembers something for the first time"
         if survey_model(model) != survey:
             # For example a model that counts its calls, or changed scales of LoRAs.
             problem = "it changes its own settings"
@@ -403,16 +407,6 @@ class RecordedSteps:
         call.marks = marks
         call.tape = recording.tape
         call.addresses = self._list_addresses(call, now, model)
-        return ""
-
-    def _note_stored_keys(self, call: CallTape, model: nn.Module) -> str:
-        """Note the values stored by a cache in a recorded call. Return why a tape cannot do so, or nothing."""
-        if model not in self.caches:
-            return ""
-        stored = self.caches[model].list_stored_keys()
-        if stored is None:
-            return "a cache remembers something for the first time"
-        call.stored = stored
         return ""
 
     @contextmanager

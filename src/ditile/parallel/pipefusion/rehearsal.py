@@ -35,33 +35,31 @@ from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import suggest_whole_images
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Rehearsal:
     """The rehearsal of one generation.
 
-    Args:
+    Attributes:
         other_models: the other models that the pipeline calls in its loop.
         known_calls: calls that were rehearsed before.
         shapes: everything in this call that a rehearsal depends on.
     """
 
-    def __init__(
-        self, dry: DryIterations, other_models: OtherModels, known_calls: KnownCalls, shapes: Hashable
-    ) -> None:
-        self._dry = dry
-        self._other_models = other_models
-        self._known_calls = known_calls
-        self._shapes = shapes
-        self._found: KnownCall | None = None
+    dry: DryIterations
+    other_models: OtherModels
+    known_calls: KnownCalls
+    shapes: Hashable
+    _found: KnownCall | None = dataclasses.field(default=None, init=False)
 
     def keep_findings(self) -> None:
         """Keep the findings for calls like this one, whose steps were all made."""
         if self._found is None:
             return
-        key = (self._shapes, self._found.calls)
-        self._known_calls.pop(key, None)
-        self._known_calls[key] = self._found
-        if len(self._known_calls) > MAX_KNOWN_CALLS:
-            del self._known_calls[next(iter(self._known_calls))]
+        key = (self.shapes, self._found.calls)
+        self.known_calls.pop(key, None)
+        self.known_calls[key] = self._found
+        if len(self.known_calls) > MAX_KNOWN_CALLS:
+            del self.known_calls[next(iter(self.known_calls))]
 
     def iterate_timesteps(self, *, steps: int, patches: int, references: bool) -> Iterator[Tensor]:
         """Yield the timestep of each iteration; stop after the first one if it did not step a scheduler.
@@ -76,9 +74,9 @@ class Rehearsal:
             StateError: if a later iteration steps no scheduler, or one that calls a model, or if latents are cut and
                 the steps' calls have different rows.
         """
-        dry = self._dry
+        dry = self.dry
         now = dry.now
-        candidates = [call for (shapes, _), call in self._known_calls.items() if shapes == self._shapes]
+        candidates = [call for (shapes, _), call in self.known_calls.items() if shapes == self.shapes]
         if candidates:
             yield from self._recognise_call(candidates)
             if self._found is not None or not dry.streams:
@@ -119,11 +117,11 @@ class Rehearsal:
         now.findings.num_references = now.num_references
         dry.end()
         calls = frozenset(probe.first_calls)
-        self._found = KnownCall.from_rehearsal(dry, calls, results, self._other_models)
+        self._found = KnownCall.from_rehearsal(dry, calls, results, self.other_models)
 
     def _recognise_call(self, candidates: list[KnownCall]) -> Iterator[Tensor]:
         """Run two iterations in which no model is called, to find out which known call this one equals, if any."""
-        dry = self._dry
+        dry = self.dry
         now = dry.now
         calls: set[Hashable] = set()
 
@@ -142,8 +140,8 @@ class Rehearsal:
         for _ in range(2):
             calls.clear()
             _, other_results = candidates[-1].make_results()
-            self._other_models.results.update(other_results)
-            self._other_models.inputs.update(candidates[-1].other_inputs)
+            self.other_models.results.update(other_results)
+            self.other_models.inputs.update(candidates[-1].other_inputs)
             now.dry.recognises_call = recognise_model_call
             yield dry.begin(0, 0)
             # From here on the pipeline may leave its loop, and call the model elsewhere.
@@ -154,7 +152,7 @@ class Rehearsal:
             shapes = [stream.predicted_shape for stream in dry.streams]
             candidates[:] = [known for known in candidates if known.calls == calls and known.shapes == shapes]
             if not candidates:
-                self._other_models.forget_results()
+                self.other_models.forget_results()
                 now.forget_layouts()
                 return
         known = candidates[-1]
@@ -171,7 +169,7 @@ class Rehearsal:
 
         If latents are cut, all steps must have the same number of calls and of rows.
         """
-        findings = self._dry.now.findings
+        findings = self.dry.now.findings
         first_rows = [model.rows for model in called_models[0].values()]
         whole_steps = set()
         changed_steps = set()
@@ -179,7 +177,7 @@ class Rehearsal:
             rows = [model.rows for model in models.values()]
             if is_cut and rows != first_rows:
                 raise StateError(
-                    f"{self._dry.pipeline} calls its model on {rows} rows in step {step} and on {first_rows} in the "
+                    f"{self.dry.pipeline} calls its model on {rows} rows in step {step} and on {first_rows} in the "
                     "first one, and guidance that begins or ends during the run cannot be divided into patches; guide "
                     f"all steps, or use {suggest_whole_images()}"
                 )
@@ -193,7 +191,7 @@ class Rehearsal:
 
     def _find_live_arguments(self, probe: ArgumentProbe, step: int) -> Iterator[Tensor]:
         """Run iterations without a model to find its arguments that depend on latents in each step."""
-        dry = self._dry
+        dry = self.dry
         now = dry.now
         marked_patches = set[int]()
         for stream in dry.streams:
@@ -228,7 +226,7 @@ class Rehearsal:
 
     def _find_reference_rows(self, step: int) -> Iterator[Tensor]:
         """Run iterations to find the rows of tokens made of latents that do not reach the scheduler."""
-        dry = self._dry
+        dry = self.dry
         now = dry.now
         # Each element of a prediction gets the number of its row.
         row_numbers: list[Tensor] = []

@@ -69,6 +69,7 @@ def read_call_conditions(pipeline: Any) -> CallConditions:
 
     is_modular = not isinstance(pipeline, type)
     parameters = list_call_parameters(pipeline)
+    without_default = list_required_inputs(pipeline)
     keyframe = _find_keyframe_class(parameters)
     if keyframe is not None and not is_modular:
         arguments = dict.fromkeys(("image", "video", "last_image"), _KEYFRAMES)
@@ -85,7 +86,6 @@ def read_call_conditions(pipeline: Any) -> CallConditions:
     if _CONTROL_MASK in parameters and "image" not in parameters:
         # This ControlNet fills in: its control image is the one to fill.
         arguments |= {"image": arguments.pop("control_image"), "mask": _CONTROL_MASK}
-    without_default = list_required_inputs(pipeline)
     required = {name for name, argument in arguments.items() if argument in without_default}
     # A modular pipeline runs the blocks for the inputs that it gets, so few inputs are needed.
     if not is_modular:

@@ -278,16 +278,17 @@ def collect_call_facts(pipeline: Any, config: JsonObject | None = None) -> CallF
     """Collect the arguments of the call of a class of pipelines with some config, or of a modular pipeline."""
     from ditile.model.pipeline_calls import list_call_parameters, read_guidance_rule
 
+    conditions = read_call_conditions(pipeline)
+    guidance = read_guidance_rule(pipeline, config or {})
     call_defaults = {}
     for parameter in list_call_parameters(pipeline).values():
         is_plain = isinstance(parameter.default, bool | int | float | str)
         call_defaults[parameter.name] = parameter.default if is_plain else None
-    conditions = read_call_conditions(pipeline)
     return CallFacts(
         pipeline=name_pipeline(pipeline),
         defaults=call_defaults,
         needed=[*conditions.needed],
-        guidance=read_guidance_rule(pipeline, config or {}),
+        guidance=guidance,
         max_pictures=conditions.max_pictures,
     )
 
