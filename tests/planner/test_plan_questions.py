@@ -16,13 +16,12 @@ from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.choose import answer_question
-from ditile.planner.footprint import DecodeWork, count_decoder_numbers
+from ditile.planner.footprint import count_decoder_numbers
 from ditile.planner.ops import CacheSkips, OpPricer
-from ditile.planner.profile import Link, Profile
+from ditile.planner.profile import DecodeWork, Link, Profile
 from ditile.planner.promise import MARGIN_DB, Bounds, Promise, choose_promise, find_schedule
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import PlanSearch, SearchRequest, SearchResult, make_pricer
-from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
 from ditile.planner.subject import PlanSubject
 from tests.planner.test_planner import EVEN, call, subject
 
@@ -142,11 +141,11 @@ def test_how_stages_share_synchronous_steps(profile: Profile, warmup: int | None
 def test_text_and_decode_are_in_the_call() -> None:
     """A decode of twice the pixels takes twice as long, and rows share it out; a short call under a plan of several
     ranks is decoded by rows, and a plan that is to be priced stays as it is."""
-    assert compute_text_seconds(1000, 50, EVEN) == pytest.approx(2 * 1000 * 50 / 1e9)
+    assert EVEN.compute_text_seconds(1000, 50) == pytest.approx(2 * 1000 * 50 / 1e9)
     work = DecodeWork(operations=1e6, exchanges=10)
     waits = dataclasses.replace(EVEN, link=Link(latency_s=0.01, bandwidth=1e18, call_s=0.02))
-    assert compute_decode_seconds(work, 1000, 1, EVEN) == pytest.approx(1.0)
-    assert compute_decode_seconds(work, 2000, 1 / 4, waits) == pytest.approx(2 / 4 + 10 * 0.03)
+    assert EVEN.compute_decode_seconds(work, 1000, 1) == pytest.approx(1.0)
+    assert waits.compute_decode_seconds(work, 2000, 1 / 4) == pytest.approx(2 / 4 + 10 * 0.03)
     assert subject(TURBO).count_decode_work().operations > 1e5
     for price in search(EVEN).prices:
         assert price.call_s == price.text_s + price.latency_s + price.decode_s > price.latency_s > 0

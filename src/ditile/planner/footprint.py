@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.plan.errors import ModelError
 from ditile.plan.option_classes import JsonObject
+from ditile.planner.profile import DecodeWork
 
 WHOLE = 5
 """Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""
@@ -206,18 +207,6 @@ def count_decoder_numbers(kind: Any, config: JsonObject, channels: str = "latent
         with tracker:
             vae.decode(latents)
     return max(moment.image for moment in tracker.make_footprint(()).moments)
-
-
-class DecodeWork(NamedTuple):
-    """The work of a decode.
-
-    Attributes:
-        operations: of matrix products and convolutions, for each latent pixel.
-        exchanges: layers with an exchange of rows or sums between ranks if it is divided by rows.
-    """
-
-    operations: float
-    exchanges: int
 
 
 def _make_latents(vae: Any, channels: str, frames: int) -> Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -29,8 +29,22 @@ Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 # A profile is a file: numbers that are texts, and unknown fields, are refused.
 CONFIG = ConfigDict(strict=True, extra="forbid")
+WIDE = 2048.0
+"""The width of the matrices used to price encoders and decoders."""
 KINDS = ("pointwise", "norm", "gelu")
 """The kinds of pointwise work that every profile has a curve for; others fall back on the first one."""
+
+
+class DecodeWork(NamedTuple):
+    """The work of a decode.
+
+    Attributes:
+        operations: of matrix products and convolutions, for each latent pixel.
+        exchanges: layers with an exchange of rows or sums between ranks if it is divided by rows.
+    """
+
+    operations: float
+    exchanges: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +262,28 @@ class Profile:
             return self
         own = self.by_rank[rank]
         return dataclasses.replace(own, link=self.link, interlink=self.interlink, devices=self.devices)
+
+    def compute_text_seconds(self, parameters: int, tokens: int) -> float:
+        """Compute the seconds of text encoders on one rank. Each weight is read once, and multiplied with every token.
+
+        Ranks that split the layers (text=split) compute one after the other, so they take the same time.
+        """
+        if not parameters * tokens:
+            return 0.0
+        size = parameters * self.element_size
+        reading = size / self.pointwise["pointwise"].interpolate(size)
+        return max(reading, 2 * parameters * tokens / self.matmul.interpolate(tokens, WIDE))
+
+    def compute_decode_seconds(self, work: DecodeWork, pixels: int, share: float) -> float:
+        """Compute the seconds to decode some latent pixels on a rank with a share of their rows; 1 if none are divided.
+
+        Convolutions are priced like products with the same number of operations; kernels that only read and write are
+        not counted.
+        """
+        whole = work.operations * pixels / self.matmul.interpolate(pixels, WIDE)
+        if share == 1:
+            return whole
+        return whole * share + work.exchanges * (self.link.latency_s + self.link.call_s)
 
     def slow_down(self, slower: float) -> Profile:
         """Divide all rates of a device by one factor."""

@@ -38,7 +38,6 @@ from ditile.planner.memory import count_host_memory, count_peaks_of_ranks
 from ditile.planner.ops import NO_SKIPS, CachedCalls, CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
-from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
 from ditile.planner.subject import PlanSubject
 
 MOST_PATCHES = 32
@@ -578,14 +577,14 @@ class PlanSearch:
             planned = job.plan_rank(rank)
             share = planned.compute_decode_share(shape.height // subject.vae_scale)
             device = self.profile.get_rank_profile(rank)
-            own = planned.text_share * compute_text_seconds(subject.text, tokens, device)
+            own = planned.text_share * device.compute_text_seconds(subject.text, tokens)
             # Ranks that split the layers compute one after the other, and those with all layers compute at once.
             if job.plan.text == "each":
                 text[planned.data] = max(text[planned.data], own)
             else:
                 text[planned.data] += own
             if share > 0:
-                decode = max(decode, compute_decode_seconds(work, pixels, share, device))
+                decode = max(decode, device.compute_decode_seconds(work, pixels, share))
         return max(text), decode
 
 

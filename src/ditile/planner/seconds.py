@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ditile.planner.footprint import DecodeWork
 from ditile.planner.kernel_times import RooflineKernel, Stream, Work, select_stream_length
 from ditile.planner.profile import Link, Profile
 
@@ -17,8 +16,6 @@ MERGING_KERNELS = 9
 """Kernels that merge two outputs of a ring, beside another call of attention (`merge_attention`)."""
 MERGING_PASSES = {4: 3, 2: 12}
 """Bytes of a number -> how many outputs they read and write. Half precision is merged in fp32, which counts twice."""
-WIDE = 2048.0
-"""The width of the matrices used to price encoders and decoders."""
 
 
 class RankTokens(NamedTuple):
@@ -151,30 +148,6 @@ def compute_merging_load(profile: Profile, size: float, messages: float) -> Devi
         return DeviceLoad(0.0, 0.0)
     device = MERGING_PASSES[profile.element_size] * size / profile.pointwise["pointwise"].interpolate(size / messages)
     return DeviceLoad(device, messages * MERGING_KERNELS * profile.kernel_s)
-
-
-def compute_text_seconds(parameters: int, tokens: int, profile: Profile) -> float:
-    """Compute the seconds of text encoders on one rank. Each weight is read once, and multiplied with every token.
-
-    Ranks that split the layers (text=split) compute one after the other, so they take the same time.
-    """
-    if not parameters * tokens:
-        return 0.0
-    size = parameters * profile.element_size
-    reading = size / profile.pointwise["pointwise"].interpolate(size)
-    return max(reading, 2 * parameters * tokens / profile.matmul.interpolate(tokens, WIDE))
-
-
-def compute_decode_seconds(work: DecodeWork, pixels: int, share: float, profile: Profile) -> float:
-    """Compute the seconds to decode some latent pixels on a rank with a share of their rows; 1 if none are divided.
-
-    Convolutions are priced like products with the same number of operations; kernels that only read and write are not
-    counted.
-    """
-    whole = work.operations * pixels / profile.matmul.interpolate(pixels, WIDE)
-    if share == 1:
-        return whole
-    return whole * share + work.exchanges * (profile.link.latency_s + profile.link.call_s)
 
 
 class WarmupBlock(NamedTuple):

@@ -46,7 +46,6 @@ from ditile.plan.shape import (
     fill_call_defaults,
 )
 from ditile.planner.footprint import (
-    DecodeWork,
     Footprint,
     VaeScale,
     count_decode_work,
@@ -63,6 +62,7 @@ from ditile.planner.kernel_times import (
     TransformerWork,
     count_transformer_work,
 )
+from ditile.planner.profile import DecodeWork
 from ditile.planner.recording.configs import PipelineConfigs
 from ditile.planner.recording.recorded import (
     NO_GUIDANCE,

@@ -151,8 +151,9 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
         sizes = []
         for hook in hooks.chain:
             sizes.append(float(sum(math.prod(measure_weight(weight)) for weight in hook.block.parameters())))
-        return cut_stages(sizes, plan.pipefusion, None, plan.stage_weights)
-    costs = cost_model.count_costs(plan.num_patches, RIDGE[cost_model.itemsize])
+        costs = BlockCosts(tuple(sizes))
+    else:
+        costs = cost_model.count_costs(plan.num_patches, RIDGE[cost_model.itemsize])
     return cut_stages(costs.blocks, plan.pipefusion, None, plan.stage_weights, (costs.first, costs.last))
 
 
