@@ -116,26 +116,22 @@ def _run_calibrate_command(arguments: argparse.Namespace) -> int:
 COMMANDS = {
     "bench": Command(
         _run_bench_command,
-        "measure plans side by side",
-        "Measure plans and caches against one rank, interleaved in one session; rows and a table.",
+        "measure plans and caches against one rank",
         {Comparison: "comparison", Workload: "workload"},
     ),
     "evaluate": Command(
         _run_evaluate_command,
-        "measure what plans and caches do to images, and to time",
-        "Generate images of the same captions with plans and caches and with the original pipeline, and compare them.",
+        "measure what plans and caches do to images and time",
         {EvaluateOptions: "images", JudgeOptions: "judging", SessionOptions: "run"},
     ),
     "fit": Command(
         _run_fit_command,
         "find the steps that a model can leave out",
-        "Generate captions in full, and find for each number of steps which ones to compute, and what that loses.",
         {FitOptions: "captions"},
     ),
     "calibrate": Command(
         _run_calibrate_command,
-        "measure this machine",
-        "Measure this machine, so that plans can be ranked for it.",
+        "measure this machine, so that plans can be ranked for it",
         {CalibrateOptions: "measurement"},
     ),
 }

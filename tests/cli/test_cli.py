@@ -261,13 +261,13 @@ def test_a_dry_run_of_every_axis(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_of_xdit_are_the_plan() -> None:
-    plan = main._build_plan(main.build_parser().parse_args(normalize_flags(["generate", "a", *XDIT.split()])))
+    plan = main.build_options(Plan, main.build_parser().parse_args(normalize_flags(["generate", "a", *XDIT.split()])))
     assert plan == Plan(
         cfg=2, data=2, ulysses=2, ring=3, pipefusion=2, patches=4, stage_blocks=(7, 8), tensor=2,
         split_scheme="sequence", warmup=3, vae="rows",
     )  # fmt: skip
     commas = ["generate", "a", "--pipefusion", "2", "--attn_layer_num_for_pp", "7,8", "--stage-blocks", "7,8"]
-    assert main._build_plan(main.build_parser().parse_args(normalize_flags(commas))).stage_blocks == (7, 8)
+    assert main.build_options(Plan, main.build_parser().parse_args(normalize_flags(commas))).stage_blocks == (7, 8)
 
 
 def test_python_draws_what_the_command_draws(

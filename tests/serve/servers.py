@@ -71,7 +71,6 @@ class PaintedReplica:
     def generate(self, batch: Batch) -> None:
         self.state = "drawing"
         self.batches.append(batch)
-        self._report("begun", batch)
         self._work.add(asyncio.get_running_loop().create_task(self._paint_batch(batch)))
 
     def stop(self, batch_id: str) -> None:

@@ -44,8 +44,8 @@ def draw_with_previews(
     size, last = (call["width"], call["height"]), call["num_inference_steps"] - 1
     shown: dict[int, Image.Image] = {}
 
-    def show(step: int, previews: list[Image.Image]) -> None:
-        (shown[step],) = previews
+    def show(step: int, preview: Image.Image) -> None:
+        shown[step] = preview
 
     previews = CallPreviews(decoder, runner.pipe.scheduler, {*EARLY, last}, size, show)
     assert previews.latents_at == {*EARLY, last} | {0, 3, 8, last - 1}

@@ -109,7 +109,7 @@ async def test_ranks_draw_refuse_and_stop() -> None:
         (files,) = first = list_files(events)
         assert [event.step for event in events if event.kind == "step"] == [1, 2, 3, 4]
         # What the pipeline refuses ends the job alone.
-        (_, failed, _) = await driven.draw("refused", make_job("b", height=33))
+        (failed, _) = await driven.draw("refused", make_job("b", height=33))
         assert failed.kind == "failed"
         assert failed.failure.code == "refused"
         assert "try height=32" in failed.failure.message
@@ -171,7 +171,7 @@ async def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
         for number, name in enumerate(("ink.v1", "oil", "ink.v1")):
             assert (read_pixels(await driven.draw(f"lora-{number}", make(name))) == wanted[name]).all()
         assert (wanted["oil"] != wanted["ink.v1"]).any()
-        (_, failed, _) = await driven.draw("broken", make("broken"))
+        (failed, _) = await driven.draw("broken", make("broken"))
         assert failed.kind == "failed"
         assert "lora='broken' cannot be loaded" in failed.failure.message
         assert str(tmp_path) not in failed.failure.message

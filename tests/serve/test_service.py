@@ -57,7 +57,7 @@ class ScriptedReplica(Replica):
         super().__init__(name, setup, on_event)
         self.batches: list[Batch] = []
         self.stopped: list[str] = []
-        self.obeys, self.begins = False, True
+        self.obeys = False
 
     def start(self) -> None:
         self.get_ready()
@@ -76,8 +76,6 @@ class ScriptedReplica(Replica):
         self.state = "drawing"
         self._batch_id = batch.id
         self.batches.append(batch)
-        if self.begins:
-            self.say("begun")
 
     def stop(self, batch_id: str) -> None:
         self.stopped.append(batch_id)

@@ -55,8 +55,7 @@ def check_decode(options: DecodeOptions) -> tuple[LatentsFacts, list[str]]:
 def decode_latents(options: DecodeOptions, plan: Plan, facts: LatentsFacts, paths: list[str]) -> list[str]:
     """Run this rank's part, and return the lines of a summary.
 
-    Raises:
-        DitileError: if the model does not fit the latents, or what is decoded cannot be written.
+    Raises `DitileError` if the model does not fit the latents, or what is decoded cannot be written.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import ditile
 from ditile.cli.latents import LatentsFacts, LatentsKeeper, Part, describe_config, explain_unkept, find_cut_size
@@ -42,11 +42,7 @@ from ditile.runner.requests.preflight import check_request_by_files, read_condit
 from ditile.runner.requests.prepare import prepare_runner, silence_libraries, warm_runner
 from ditile.runner.requests.prompts import PromptLine, describe_request
 from ditile.runner.requests.results import build_png_texts, choose_fps, describe_settings
-
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
-
-    from ditile.runner.runner import Runner
+from ditile.runner.runner import Runner
 
 
 def generate_images(
@@ -74,7 +70,7 @@ def generate_images(
     with contextlib.redirect_stdout(sys.stderr):
         pipe, runner, conditions = _prepare_runner(request, run, plan, cache)
         is_first = runner.mesh.rank == 0
-        of_first = gather_json([list(lines), list(missing)], runner.mesh.everyone)[0]
+        of_first = gather_json([lines, missing], runner.mesh.everyone)[0]
         lines = [PromptLine(*line) for line in of_first[0]]
         missing = [PromptLine(*line) for line in of_first[1]]
         base = build_call_arguments(pipe, request, defaults(request.model))
@@ -219,7 +215,7 @@ def _call_and_report(
 
 
 def _build_call(
-    pipe: DiffusionPipeline,
+    pipe: Any,
     base: CallArguments,
     lines: Sequence[PromptLine],
     request: GenerateOptions,

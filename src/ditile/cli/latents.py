@@ -176,8 +176,7 @@ class LatentsKeeper:
 def read_facts(path: Path) -> tuple[LatentsFacts, int]:
     """Read the metadata of a file of latents, and the number of rows of its latents.
 
-    Raises:
-        LoadError: if it cannot be read, or is a file of something else.
+    Raises `LoadError` if it cannot be read, or is a file of something else.
     """
     file = open_safetensors(path, "np")
     metadata = file.metadata() or {}

@@ -174,7 +174,7 @@ def build_parser() -> argparse.ArgumentParser:
         parser = parsers.add_parser(
             name,
             help=command.help,
-            description=command.description,
+            description=command.help,
             essential=command.essential,
             allow_abbrev=False,
         )
@@ -217,13 +217,6 @@ def _explain_unknown_word(word: str, command: str | None) -> str:
     return f"{name} is not known; see {program} --help-all"
 
 
-def _build_plan(arguments: argparse.Namespace, cache: CacheOptions | None = None) -> Plan:
-    values = collect_arguments(Plan, arguments)
-    if cache is not None:
-        values = cache.collect_plan_values(values)
-    return Plan(**values)
-
-
 def build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
     """Return the options of a class that were given, by flags and by aliases."""
     options: Any = cls(**collect_arguments(cls, arguments))
@@ -258,17 +251,18 @@ def _take_reference_steps(request: GenerateOptions, bounds: Bounds, cache: Cache
 def _run_generate_command(arguments: argparse.Namespace) -> int:
     cache = build_options(CacheOptions, arguments)
     bounds = build_options(Bounds, arguments)
-    plan = _build_plan(arguments, cache)
+    plan = Plan(**cache.collect_plan_values(collect_arguments(Plan, arguments)))
     request = build_options(GenerateOptions, arguments)
     run = build_options(RunOptions, arguments)
     plan, chosen = resolve_plan_option(run.plan, request, run, plan)
     if run.plan is None:
         plan = _share_short_warmup(plan, arguments, request.model)
     request = _take_reference_steps(request, bounds, cache)
-    promise = None
+    promised: JsonObject = {}
     if bounds.is_given:
         promise, cache = choose_within_bounds(bounds, request, run, plan, cache)
         plan = promise.plan
+        promised = promise.to_json_dict()
         chosen.append(f"promised: {promise}")
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
     check_options(request, run, plan, cache)
@@ -282,7 +276,6 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         from ditile.planner.dry_run import build_dry_run_job
 
         build_dry_run_job(_pick_one_line(request, plan), plan, cache.build_cache_arguments())
-    promised = {} if promise is None else promise.to_json_dict()
     outcome = _generate_images(request, run, plan, cache, promised, kind)
     if outcome is not None:
         from ditile.cli.outcome import list_outcome_lines
@@ -311,8 +304,7 @@ def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -
 def _name_output(request: GenerateOptions, run: RunOptions) -> tuple[RunOptions, OutputKind]:
     """Return the options with the output file, and what the model makes.
 
-    Raises:
-        ModelError: if the given file is of another kind, or cannot be encoded here.
+    Raises `ModelError` if the given file is of another kind, or cannot be encoded here.
     """
     known = find_known_model(request.model)
     if known is None or known.hub_id is not None:
@@ -425,7 +417,7 @@ def _pick_one_line(request: GenerateOptions, plan: Plan) -> GenerateOptions:
 
 
 def _run_verify_command(arguments: argparse.Namespace) -> int:
-    plan = _build_plan(arguments)
+    plan = build_options(Plan, arguments)
     proof = build_options(VerifyOptions, arguments)
     request = proof.to_generate_options()
     plan, chosen = resolve_plan_option(proof.plan, request, RunOptions(profile=proof.profile), plan)
@@ -470,7 +462,7 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
     options = build_options(ServeOptions, arguments)
     cache = build_options(CacheOptions, arguments)
     options = dataclasses.replace(options, attention=cache.choose_attention_backend(options.attention))
-    plan = _build_plan(arguments, cache)
+    plan = Plan(**cache.collect_plan_values(collect_arguments(Plan, arguments)))
     request = GenerateOptions(model=options.model, transformer=options.transformer, component=options.component)
     run = RunOptions(cuda_graphs=options.cuda_graphs, profile=options.profile)
     plan, chosen = resolve_plan_option(options.plan, request, run, plan, options.max_replicas)
@@ -557,7 +549,6 @@ class Command:
 
     run: Callable[[argparse.Namespace], int]
     help: str
-    description: str
     options: dict[type, str]
     left_out: tuple[str, ...] = ()
     essential: tuple[str, ...] = ()
@@ -567,8 +558,7 @@ ESSENTIAL_PLAN = ("pipefusion", "ulysses", "cfg")
 COMMANDS = {
     "generate": Command(
         _run_generate_command,
-        "make an image or a video",
-        "Make an image, a video or a sound, on several ranks if a plan says so.",
+        "make an image, a video or a sound",
         {GenerateOptions: "image", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Bounds: "bounds"},
         # The short help has at most 30 lines.
         essential=(
@@ -578,15 +568,13 @@ COMMANDS = {
     ),
     "decode": Command(
         _run_decode_command,
-        "decode latents that were kept",
-        "Decode the latents of a file: of ditile generate --save-latents, or kept after a failed decode.",
+        "decode the latents that generate kept in a file",
         {DecodeOptions: "decode"},
         left_out=("transformer",),
     ),
     "serve": Command(
         _run_serve_command,
-        "serve images or videos over HTTP",
-        "Serve a model over HTTP, in the words of the OpenAI API, from persistent ranks.",
+        "serve images or videos over HTTP, in the words of the OpenAI API",
         {ServeOptions: "server", Plan: "plan", CacheOptions: "cache"},
         left_out=("perf", "track_memory"),
         essential=(
@@ -596,20 +584,17 @@ COMMANDS = {
     ),
     "verify": Command(
         _run_verify_command,
-        "prove a plan on this machine",
-        "Check a plan on this machine: exactness, message sizes, memory.",
+        "prove a plan on this machine: exactness, message sizes, memory",
         {Plan: "plan", VerifyOptions: "proof"},
     ),
     "plan": Command(
         _run_plan_command,
-        "which plan for a model and a machine",
-        "Rank plans by predicted latency.",
+        "rank plans for a model and a machine by predicted latency",
         {PlanQuestion: "question"},
     ),
     "models": Command(
         _run_models_command,
-        "list what can run",
-        "List families, methods and bundled models.",
+        "list families, methods and bundled models",
         {ModelsOptions: "table"},
     ),
 }

@@ -120,8 +120,7 @@ def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
 def build_table_of_file(path: Path) -> Table:
     """Build a table of a weight file's contents. For a transformer it also lists the missing components.
 
-    Raises:
-        DitileError: if it is not such a file, or not the transformer of a published model.
+    Raises `DitileError` if it is not such a file, or not the transformer of a published model.
     """
     check_model_file(path, "name")
     from ditile.runner.requests.prepare import silence_libraries

@@ -70,8 +70,7 @@ ArgumentsFactory = Callable[[Any], CallArguments]
 def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
     """Check a plan on a model by name, on this rank; every rank must call it.
 
-    Raises:
-        DitileError: if the model or the plan does not fit.
+    Raises `DitileError` if the model or the plan does not fit.
     """
     with _prepare_calls(options, plan) as (create_pipeline, make_arguments):
         checks, machine = run_plan_checks(create_pipeline, make_arguments, plan, options.steps, options.device)

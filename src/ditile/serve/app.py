@@ -7,8 +7,8 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Iterator
+from typing import TextIO
 
 from fastapi import APIRouter, FastAPI, Response
 from fastapi import Request as HttpRequest
@@ -36,9 +36,7 @@ from ditile.serve.api.fields import list_own_values
 from ditile.serve.api.gate import RequestGate
 from ditile.serve.api_keys import read_api_keys
 from ditile.serve.metrics import Metrics
-
-if TYPE_CHECKING:
-    from ditile.serve.service import Service
+from ditile.serve.service import Service
 
 LOG = logging.getLogger("ditile")
 # One line of JSON for each request, without its content.
@@ -207,5 +205,4 @@ async def _describe_model(http: HttpRequest) -> JsonObject:
 
 
 async def _answer_exception(_: HttpRequest, error: Exception) -> Response:
-    headers: Mapping[str, str] = getattr(error, "headers", None) or {}
-    return answer_error(convert_error(error), dict(headers))
+    return answer_error(convert_error(error), getattr(error, "headers", None))

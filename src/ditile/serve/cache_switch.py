@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from PIL import Image
 
@@ -15,10 +14,8 @@ from ditile.plan.option_classes import JsonObject
 from ditile.planner.choose import choose_promise_of_request
 from ditile.planner.promise import Promise
 from ditile.runner.caching import disable_cache, enable_cache
-
-if TYPE_CHECKING:
-    from ditile.runner.runner import Runner
-    from ditile.serve.link import BatchJob, WorkerSetup
+from ditile.runner.runner import Runner
+from ditile.serve.link import BatchJob, WorkerSetup
 
 
 class CacheSwitch:
@@ -26,6 +23,7 @@ class CacheSwitch:
 
     Attributes:
         is_replaced: whether the cache is that of a request.
+        has_cache: whether steps or blocks are skipped now.
     """
 
     def __init__(self, runner: Runner, setup: WorkerSetup) -> None:
@@ -33,14 +31,7 @@ class CacheSwitch:
         self._setup = setup
         self._own_configs = setup.cache.build_cache_arguments()
         self.is_replaced = False
-        # The cache of the last request; None if all of its steps compute.
-        self._replacement: FittedScheduleConfig | None = None
-
-    @property
-    def has_cache(self) -> bool:
-        """Return whether steps or blocks are skipped now."""
-        config = self._replacement if self.is_replaced else self._own_configs["cache_config"]
-        return config is not None
+        self.has_cache = self._own_configs["cache_config"] is not None
 
     def install_for_job(self, job: BatchJob) -> JsonObject:
         """Install the cache of a job's request; every rank calls it.
@@ -57,6 +48,7 @@ class CacheSwitch:
             if self.is_replaced:
                 disable_cache(self._runner)
                 self.is_replaced = False
+                self.has_cache = own_config is not None
                 if own_config is not None:
                     enable_cache(self._runner, own_config, self._own_configs.get("calibrator_config"))
             return {}
@@ -68,7 +60,7 @@ class CacheSwitch:
         schedule = self._setup.cache.schedule if own_config is None else own_config.schedule
         disable_cache(self._runner)
         self.is_replaced = True
-        self._replacement = None
+        self.has_cache = False
         if request.computed_steps is not None:
             self._enable(FittedScheduleConfig(steps=request.computed_steps, schedule=schedule))
             return {"computed_steps": request.computed_steps}
@@ -88,7 +80,7 @@ class CacheSwitch:
         if any(refusals):
             disable_cache(self._runner)
             raise ModelError(next(filter(None, refusals)))
-        self._replacement = config
+        self.has_cache = True
 
     def _choose_promise(self, job: BatchJob, schedule: str | None) -> Promise:
         """Return the promise of rank 0 for all ranks, since each host has a profile of its own."""

@@ -98,5 +98,4 @@ class RunningBatch:
     replica: Replica
     open: list[JobState]
     num_jobs: int
-    is_sent: bool = False
     begun: float | None = None

@@ -26,7 +26,6 @@ Kind = Literal["image", "video"]
 OutputFormat = Literal["png", "jpeg", "webp", "mp4", "gif"]
 # Name of a file -> its content.
 Files = dict[str, bytes]
-ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 
 # Input files. Further images to start from are image-1, image-2, ..
 INPUT_IMAGE = "image"
@@ -185,7 +184,7 @@ class Job:
     @property
     def has_ended(self) -> bool:
         """Return whether the job has ended and will not change any more."""
-        return self.state in ENDED
+        return self.state not in ("queued", "running")
 
     @property
     def warnings(self) -> list[str]:

@@ -11,7 +11,8 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280
 # Stages that a call measures. There are two more: "wait" until ranks begin, and "total" until the job has ended.
 CALL_STAGES = ("text", "denoise", "decode")
 # Name -> help, and labels. Dashboards rely on these names: a "group" is a replica.
-_COUNTERS: dict[str, tuple[str, list[str]]] = {
+_Rows = dict[str, tuple[str, list[str]]]
+_COUNTERS: _Rows = {
     "group_failures": ("groups of ranks that ended", ["group"]),
     "jobs_accepted": ("jobs that came", ["kind"]),
     "jobs_ended": ("jobs that ended", ["kind", "state"]),
@@ -22,7 +23,7 @@ _COUNTERS: dict[str, tuple[str, list[str]]] = {
     "steps_left_out": ("denoising steps that a cache skipped", []),
     "pixels": ("pixels of all images and frames", []),
 }
-_GAUGES: dict[str, tuple[str, list[str]]] = {
+_GAUGES: _Rows = {
     "jobs": ("jobs now", ["state"]),
     "group_ready": ("whether a group of ranks is ready", ["group"]),
     "peak_memory_bytes": ("of a rank, in its last call", ["group", "rank"]),

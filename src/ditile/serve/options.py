@@ -135,9 +135,7 @@ class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
 
     def list_origins(self) -> list[str]:
         """Return the origins whose pages may call the server."""
-        if self.cors is None:
-            return []
-        origins = [origin.strip() for origin in self.cors.split(",")]
+        origins = [origin.strip() for origin in (self.cors or "").split(",")]
         return list(filter(None, origins))
 
     def find_state_folder(self) -> Path:

@@ -47,11 +47,8 @@ class PreviewDecoder:
         """Fit the map to one more image.
 
         Args:
-            latents: the final latents of the image.
+            latents: the final latents of the image; `ModelError` is raised if their layout is unknown.
             image: the decoded image in any size, or all frames of a video.
-
-        Raises:
-            ModelError: if the latents have an unknown layout.
         """
         frames = [image] if isinstance(image, Image.Image) else image
         grids, side = self._arrange_grids(latents, frames[0].size)
@@ -125,7 +122,7 @@ class CallPreviews:
         steps: the steps, counted from 0, with a preview after them. The last step is among them, as `fit` needs its
             latents.
         size: (width, height) of the images in pixels.
-        on_preview: called with (step, a preview of each image) if the decoder was fitted before.
+        on_preview: called with (step, a preview of the first image) if the decoder was fitted before.
 
     Attributes:
         latents_at: the steps after which the latents are needed.
@@ -139,7 +136,7 @@ class CallPreviews:
         scheduler: Any,
         steps: Collection[int],
         size: tuple[int, int],
-        on_preview: Callable[[int, list[Image.Image]], None],
+        on_preview: Callable[[int, Image.Image], None],
     ) -> None:
         self._decoder = decoder
         self._scheduler = scheduler
@@ -163,11 +160,11 @@ class CallPreviews:
         if step not in self._steps:
             return
         try:
-            images = [self._decoder.decode(row[None], self._size) for row in clean]
+            image = self._decoder.decode(clean[:1], self._size)
         except ModelError:
             # Nothing was fitted yet, or the pipeline draws another size than was asked for: there is no preview.
             return
-        self._on_preview(step, images)
+        self._on_preview(step, image)
 
 
 def can_estimate_clean(scheduler: Any) -> bool:

@@ -55,10 +55,9 @@ class ReplicaEvent:
     """One report of a replica.
 
     Attributes:
-        kind: "ready" (the ranks have loaded the model), "begun" (they generate a batch now; a replica may get one
-            before it has ranks for it), "step", "preview", "done" or "failed" (a job), "ended" (the last event of a
-            batch whose ranks live; jobs of a batch that was stopped have no other event), "down" (the ranks have
-            failed), or "asleep" (they have ended because there was nothing to do).
+        kind: "ready" (the ranks have loaded the model), "step", "preview", "done" or "failed" (a job), "ended" (the
+            last event of a batch whose ranks live; jobs of a batch that was stopped have no other event), "down" (the
+            ranks have failed), or "asleep" (they have ended because there was nothing to do).
         batch_id: None for "ready", and for "down" if no batch was lost.
         job_id: of "preview", "done" and "failed".
         step, num_steps: of "step", from 1; of "preview" its number from 0.
@@ -69,7 +68,7 @@ class ReplicaEvent:
             that the model, the plan or an option does not fit.
     """
 
-    kind: Literal["ready", "begun", "step", "preview", "done", "failed", "ended", "down", "asleep"]
+    kind: Literal["ready", "step", "preview", "done", "failed", "ended", "down", "asleep"]
     replica: Replica
     batch_id: str | None = None
     job_id: str = ""
@@ -149,7 +148,6 @@ class Replica(ABC):
         self._batch_id = batch.id
         self._stopped_at = None
         self._sender.submit(self._deliver, *batch.to_message())
-        self._tell("begun", batch.id)
 
     def stop(self, batch_id: str) -> None:
         """End a batch within two steps on every rank; does nothing if it has ended."""

@@ -88,11 +88,7 @@ class Service:
     async def start(self) -> tuple[int, int]:
         """Open the store, queue the videos that an earlier server left, and start the ranks.
 
-        Returns:
-            The number of results of an earlier server, and of its videos that wait again.
-
-        Raises:
-            StateError: if the state folder cannot be used, or another server uses it.
+        Return how many results it left, and how many videos. Raises `StateError` if the state folder cannot be used.
         """
         self._loop = asyncio.get_running_loop()
         folder = self.options.find_state_folder()
@@ -186,12 +182,8 @@ class Service:
         """Return jobs of an owner in the order of arrival.
 
         Args:
-            after: the id of the job before the first one returned.
+            after: the id of the job before the first one returned; `JobNotFoundError` is raised if there is none.
             limit: the most jobs to return.
-            newest_first: whether the last comes first.
-
-        Raises:
-            JobNotFoundError: if `after` is not a job of this owner and kind.
         """
         jobs = []
         for state in self._states.values():
@@ -208,19 +200,16 @@ class Service:
         return jobs[first : first + limit]
 
     def watch(self, job_id: str) -> AsyncIterator[Job]:
-        """Return the job as it is, and then as news change it, until it has ended or the server ends. A slow watcher
-        misses some.
+        """Return the job as it is, and then as news change it, until it or the server ends. A slow watcher misses some.
 
-        Raises:
-            JobNotFoundError: if there is no such job.
+        Raises `JobNotFoundError` if there is no such job.
         """
         return self._find_state(job_id, None).watch()
 
     async def cancel(self, job_id: str, owner: str) -> Job:
         """End a job, and return it. One that waits ends at once, one that runs within two steps on every rank.
 
-        Raises:
-            JobNotFoundError: if there is none of this owner.
+        Raises `JobNotFoundError` if there is none of this owner.
         """
         state = self._find_state(job_id, owner)
         self._cancel_job(state, JobOutcome(state="cancelled"))
@@ -247,8 +236,7 @@ class Service:
     def read_output(self, job: Job, name: str) -> bytes:
         """Return the content of an output file, or of an image that the job started from. Any thread may call this.
 
-        Raises:
-            JobNotFoundError: if there is no such file, or it was removed.
+        Raises `JobNotFoundError` if there is no such file, or it was removed.
         """
         return self._store.read_job_file(job.id, name)
 
@@ -392,14 +380,25 @@ class Service:
                 state.batch = None
                 self._queue.put_back_job(state.job)
         elif batch.open:
-            batch.is_sent = True
-            jobs = []
-            for state in batch.open:
-                job = state.job
-                jobs.append(BatchJob(job.id, job.request, inputs.get(job.id, {})))
-            batch.replica.generate(Batch(batch.id, jobs))
+            self._begin_batch(batch, inputs)
             return
         self._release_batch(batch)
+
+    def _begin_batch(self, batch: RunningBatch, inputs: Mapping[str, Files]) -> None:
+        batch.begun = time.monotonic()
+        jobs = []
+        batch_jobs = []
+        for state in batch.open:
+            attempts = state.job.attempts + 1
+            job = dataclasses.replace(state.job, state="running", started=time.time(), attempts=attempts)
+            jobs.append(job)
+            batch_jobs.append(BatchJob(job.id, job.request, inputs.get(job.id, {})))
+            self.metrics.note_seconds("wait", job.created, job.started)
+            state.publish(job)
+        # Tasks begin in order, and the store keeps that order: nothing else of these jobs is written before this.
+        self._spawn_task(self._save_jobs(jobs))
+        batch.replica.generate(Batch(batch.id, batch_jobs))
+        self._update_job_counts()
 
     def _release_batch(self, batch: RunningBatch) -> None:
         """Free the replica of a batch for the next one."""
@@ -416,29 +415,17 @@ class Service:
     # Handlers of the events that replicas report.
 
     def _handle_event(self, event: ReplicaEvent) -> None:
+        is_ready = event.replica.state in ("ready", "drawing")
+        self.metrics.set_replica_readiness(event.replica.name, is_ready=is_ready)
         if event.kind == "ready":
             self._note_ready(event.replica)
         elif event.kind == "down":
             self._note_down(event)
-        elif event.kind == "asleep":
-            self.metrics.set_replica_readiness(event.replica.name, is_ready=False)
         batch = self._batches.get(event.replica.name)
         # An event of an earlier batch may be late.
         if batch is None or batch.id != event.batch_id:
             return
-        if event.kind == "begun":
-            batch.begun = time.monotonic()
-            jobs = []
-            for state in batch.open:
-                attempts = state.job.attempts + 1
-                job = dataclasses.replace(state.job, state="running", started=time.time(), attempts=attempts)
-                jobs.append(job)
-                self.metrics.note_seconds("wait", job.created, job.started)
-                state.publish(job)
-            # Tasks begin in order, and the store keeps that order: nothing else of these jobs is written before this.
-            self._spawn_task(self._save_jobs(jobs))
-            self._update_job_counts()
-        elif event.kind == "step":
+        if event.kind == "step":
             self.metrics.count("steps")
             # 100 is reserved for a result on disk.
             progress = min(99, 100 * event.step // max(1, event.num_steps))
@@ -483,14 +470,12 @@ class Service:
         self._max_batch = max(self.options.max_batch, plan.data)
         self._failures.pop(replica.name, None)
         self._has_started.set()
-        self.metrics.set_replica_readiness(replica.name, is_ready=True)
         self._dispatch_batches()
 
     def _note_down(self, event: ReplicaEvent) -> None:
         assert event.failure is not None, "ranks that have ended had a reason"
         name = event.replica.name
         self._failures[name] = event.failure
-        self.metrics.set_replica_readiness(name, is_ready=False)
         self.metrics.count("group_failures", name)
         if self._facts is None and not isinstance(event.error, RankError):
             self._refusal = event.error
@@ -525,7 +510,7 @@ class Service:
         if state.outcome is None or state.outcome.accepts_result:
             state.outcome = outcome
         batch = state.batch
-        if batch is None or not batch.is_sent:
+        if batch is None or batch.begun is None:
             self._queue.remove_job(state.job)
             self._end_job(state, state.outcome)
         elif all(sibling.outcome is not None for sibling in batch.open):

@@ -130,13 +130,9 @@ class JobStore:
                 raise
 
     def save_jobs(self, jobs: Sequence[Job], files: Mapping[str, Files] | None = None) -> None:
-        """Write the new states of jobs, in one transaction.
+        """Write the new states of jobs in one transaction, after output files: job id -> name -> content.
 
-        Args:
-            files: job id -> name -> content of output files.
-
-        Raises:
-            StateError: if they cannot be written.
+        Raises `StateError` if they cannot be written.
         """
         if not jobs:
             return
@@ -156,12 +152,10 @@ class JobStore:
 
     def read_job_file(self, job_id: str, name: str) -> bytes:
         """Return the content of an input or output file, from any thread; raises `JobNotFoundError` without it."""
-        if not FILE_NAME.fullmatch(name):
-            raise JobNotFoundError(f"{job_id} has no file {name!r}")
-        try:
-            return (self._find_folder(job_id) / name).read_bytes()
-        except FileNotFoundError:
-            raise JobNotFoundError(f"{job_id} has no file {name!r}") from None
+        if FILE_NAME.fullmatch(name):
+            with contextlib.suppress(FileNotFoundError):
+                return (self._find_folder(job_id) / name).read_bytes()
+        raise JobNotFoundError(f"{job_id} has no file {name!r}")
 
     def read_inputs(self, job_id: str) -> Files:
         """Return the input files by name. Raises `StateError` if they cannot be read."""

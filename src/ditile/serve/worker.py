@@ -96,8 +96,7 @@ class RankWorker:
     def serve(self) -> None:
         """Generate batches until the server dismisses this rank.
 
-        Raises:
-            StateError: if the ranks cannot go on, because messages of a call are still in flight.
+        Raises `StateError` if the ranks cannot go on, because messages of a call are still in flight.
         """
         inbox = Inbox(self._link, reports=self._is_first, stop=self._stop_batch)
         self._warm_up()
@@ -218,9 +217,9 @@ class RankWorker:
         num_parts = num_previews + 1
         shown = [round(number * steps / num_parts) - 1 for number in range(1, num_parts)]
 
-        def send_preview(step: int, images: Sequence[Any]) -> None:
+        def send_preview(step: int, image: Image.Image) -> None:
             if step in shown:
-                png = encode_png(images[0], {})
+                png = encode_png(image, {})
                 self._answer("preview", {"preview": png}, job_id=job.id, step=shown.index(step))
 
         # The decoder is fitted to the latents of the last step and the image. Step -1 is before the first one.
@@ -229,10 +228,8 @@ class RankWorker:
 
     def _fit_previews(self, previews: CallPreviews, output: Any) -> None:
         report = self._runner.report
-        if previews.last_latents is None or report is None:
-            return
         # The map is fitted only to final latents, since only these belong to the image.
-        if previews.last_step != report.steps - 1:
+        if previews.last_latents is None or report is None or previews.last_step != report.steps - 1:
             return
         if not isinstance(output, Image.Image):
             output = [Image.fromarray(frame) for frame in output]
@@ -391,11 +388,7 @@ class LoraCache:
         self._loaded: list[str] = []
 
     def use_loras(self, scales: Mapping[str, float]) -> None:
-        """Use these LoRAs in the next call, and no others of requests. All ranks call it.
-
-        Raises:
-            ModelError: on all ranks, if one of them cannot load one.
-        """
+        """Use these LoRAs in the next call. Raises `ModelError` on all ranks if one of them cannot load one."""
         for name in scales:
             if name not in self._loaded:
                 self._load_lora(name, scales.keys())

@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
@@ -28,9 +29,7 @@ from ditile.serve.jobs import (
     QueueFullError,
     RanksFailedError,
 )
-
-if TYPE_CHECKING:
-    from ditile.serve.service import Service
+from ditile.serve.service import Service
 
 LOG = logging.getLogger("ditile")
 # Options of the command line -> fields of a request, where they differ.
@@ -164,7 +163,7 @@ def build_error_body(error: RequestError) -> JsonObject:
     return {"error": {"message": line, "type": error_type, "param": error.param, "code": error.code}}
 
 
-def answer_error(error: RequestError, headers: dict[str, str] | None = None) -> AsciiJSONResponse:
+def answer_error(error: RequestError, headers: Mapping[str, str] | None = None) -> AsciiJSONResponse:
     """Build the response for an error."""
     headers = dict(headers or {})
     if error.retry_after is not None:
@@ -196,7 +195,7 @@ def check_done(job: Job) -> JobResult:
     failure = describe_failure(job)
     status = STATUS_BY_FAILURE.get(failure.code, 503)
     retry_after = NOT_READY_SECONDS if status == 503 else None
-    param = _find_param(failure.message) if status == 422 else None
+    param = _find_param(failure.message)
     raise RequestError(failure.message, status=status, param=param, code=failure.code, retry_after=retry_after)
 
 
@@ -212,8 +211,7 @@ def describe_failure(job: Job) -> Failure:
 async def await_job_end(http: HttpRequest, job: Job) -> Job:
     """Wait until a job has ended, and return it. The job is cancelled if the client disconnects first.
 
-    Raises:
-        RequestError: if the client has disconnected; nobody reads this response.
+    Raises `RequestError` if the client has disconnected; nobody reads this response.
     """
     service = find_service(http)
 

@@ -24,7 +24,6 @@ DROP_SECONDS = 10.0
 # Seconds that a body may take, and the bytes for which a large one gets a second more.
 BODY_SECONDS = 30.0
 BODY_RATE = 2**18
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 # Routes that accept images, as files or in JSON. No other route has large bodies.
 _IMAGE_PATHS = ("/v1/images/edits", "/v1/images/variations", "/v1/videos")
 # No key is needed for health, for the page without secrets, and for an image at its address, which cannot be guessed.
@@ -87,7 +86,7 @@ class RequestGate:
                 raise RequestError("the host is not a name or an address", code="bad_host")
             return
         name = "" if match is None else match[1].strip("[]").lower()
-        if name not in (*LOOPBACK_NAMES, self._options.host):
+        if name not in ("localhost", "127.0.0.1", "::1", self._options.host):
             raise RequestError(
                 "the host is not this machine; ask http://127.0.0.1, or serve with --api-key", code="bad_host"
             )

@@ -44,8 +44,6 @@ _DEFAULTS: dict[str, tuple[str, ...]] = {
     "style": ("vivid",),
     "input_fidelity": ("low",),
 }
-# Parameters of an address that clients of Azure send.
-_KNOWN_PARAMETERS = ("api-version",)
 # Options of `ditile generate` that fields of a request have.
 _OPTIONS = (
     *("prompt", "negative_prompt", "seed", "steps", "guidance", "true_cfg", "strength"),
@@ -56,15 +54,15 @@ _OPTIONS = (
 async def submit_request(http: HttpRequest, fields: ImageFields | VideoFields, body: Body) -> Job:
     """Submit the job of a request to the service.
 
-    Raises:
-        DitileError: if it cannot be generated, or the service is not ready.
+    Raises `DitileError` if it cannot be generated, or the service is not ready.
     """
     service = find_service(http)
     options = service.options
     images, mask = await decode_uploads(body, options.max_upload_pixels, service.facts.max_pictures)
     # This reads the folder of LoRAs, so it runs in a thread.
     request, inputs = await asyncio.to_thread(build_request, fields, service.facts, options, images, mask)
-    unknown = sorted(set(http.query_params).difference(_KNOWN_PARAMETERS))
+    # Clients of Azure send this one.
+    unknown = sorted(set(http.query_params) - {"api-version"})
     for name in unknown[:_SHOWN_WARNINGS]:
         request.client["warnings"].append(f"parameter {name[:60]!r} of the address was ignored; send it in the body")
     kind: Kind = "video" if isinstance(fields, VideoFields) else "image"
@@ -234,8 +232,7 @@ def parse_size(
 ) -> tuple[int | None, int | None]:
     """Width and height of a request; None is the model's own. An edit has its image's form at the model's area.
 
-    Raises:
-        RequestError: if they are not a size, or have more pixels than the server allows.
+    Raises `RequestError` if they are not a size, or have more pixels than the server allows.
     """
     width = fields.width
     height = fields.height

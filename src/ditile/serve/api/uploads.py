@@ -66,8 +66,7 @@ def read_media_type(headers: Headers) -> str:
 async def read_body(http: HttpRequest) -> Body:
     """Return the body of a request, sent as JSON or a form.
 
-    Raises:
-        RequestError: if it is neither, or an image is an address, or not base64.
+    Raises `RequestError` if it is neither, or an image is an address, or not base64.
     """
     # Bodies have tens of MB, and parsing them would block the event loop.
     return await asyncio.to_thread(parse_body, await http.body(), http.headers)
@@ -107,8 +106,7 @@ def parse_body(content: bytes, headers: Headers) -> Body:
 def parse_json_object(content: bytes) -> JsonObject:
     """Return the JSON object in a body. Of a key that is there twice, the last one counts.
 
-    Raises:
-        RequestError: if there is no object, or it has NaN or infinity, too many values, or too deeply nested lists.
+    Raises `RequestError` if there is no object, or it has NaN or infinity, too many values, or too deeply nested lists.
     """
     # Python's parser blocks all other threads, so values are counted first: each follows one of these characters.
     num_values = sum(map(content.count, (b",", b":", b"[", b"{")))
@@ -156,8 +154,7 @@ def take_images(values: JsonObject) -> Body:
 def decode_base64(text: str, param: str) -> bytes:
     """Decode the bytes of a data URL or of base64.
 
-    Raises:
-        RequestError: if it is neither; also for an address on another server, which is never fetched.
+    Raises `RequestError` if it is neither; also for an address on another server, which is never fetched.
     """
     if re.match(r"\s*(https?|ftp|file):", text, re.IGNORECASE):
         raise RequestError(
@@ -213,8 +210,7 @@ async def decode_uploads(body: Body, max_pixels: int, max_images: int) -> tuple[
 def decode_upload(content: bytes, param: Literal["image", "mask"], max_pixels: int) -> Upload:
     """Decode one image or mask, after checking the size in its header.
 
-    Raises:
-        RequestError: if it is not an image, or has more than `max_pixels`.
+    Raises `RequestError` if it is not an image, or has more than `max_pixels`.
     """
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
@@ -228,8 +224,6 @@ def decode_upload(content: bytes, param: Literal["image", "mask"], max_pixels: i
             image.load()
             upright = ImageOps.exif_transpose(image)
             decoded = convert_mask(upright) if param == "mask" else upright.convert("RGB")
-    except RequestError:
-        raise
     except DECODE_ERRORS:
         raise RequestError(
             f"{param} cannot be read as an image; send a whole file of {', '.join(FORMATS)}", param=param

@@ -56,12 +56,7 @@ def listen_on_address(address: str, keys: ApiKeys) -> Iterator[tuple[socket.sock
 
 @contextlib.contextmanager
 def _own_path(path: Path, address: str) -> Iterator[None]:
-    """Keep other servers off a path, which only this user can write to.
-
-    Raises:
-        OSError: if there is no such folder.
-        ModelError: if it is not so, or another server has the path.
-    """
+    """Keep other servers off a path. Raises `ModelError` if others can write there, or a server has it."""
     if not path.is_absolute():
         raise ModelError(f"forward={quote_value(address)} has no absolute path; give unix:/path")
     folder = path.parent.stat()
@@ -79,8 +74,7 @@ def _own_path(path: Path, address: str) -> Iterator[None]:
 def _listen_on_path(path: Path) -> socket.socket:
     """Return a socket that listens on a path, in the place of one that a killed server has left.
 
-    Raises:
-        OSError: if it cannot, as where another program listens.
+    Raises `OSError` if it cannot, as where another program listens.
     """
     with socket.socket(socket.AF_UNIX) as probe:
         # A living program may have too many waiting connections to answer at once.

@@ -53,8 +53,7 @@ LINGER_PARTS = 16
 def run_forward_server(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
     """Serve calls of a transformer until a signal or a failed rank ends the server, and return the exit code.
 
-    Raises:
-        DitileError: if an option or the plan does not fit, the address is not available, or a rank failed.
+    Raises `DitileError` if an option or the plan does not fit, the address is not available, or a rank failed.
     """
     call_plan = choose_call_plan(plan)
     check_forward_options(options, cache)
@@ -164,8 +163,7 @@ class ForwardServer:
     def _serve_requests(self, connection: socket.socket) -> None:
         """Answer requests until their client leaves.
 
-        Raises:
-            StreamError: if a message cannot be read, or a key is missing.
+        Raises `StreamError` if a message cannot be read, or a key is missing.
         """
         # The system lets no other user connect to the path.
         is_known = connection.family == socket.AF_UNIX
