@@ -7,12 +7,10 @@ Sums are made in another order along ring, and matrices have other shapes: 1e-5 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as backends
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor
@@ -22,6 +20,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.parallel.sequence.planned import denoising
+from tests.parallel.sequence.test_tokens import counted_kernel
 from tests.pool import Pool, on_ranks
 from tests.runner.cases import close
 from tests.zoo import ZOO
@@ -130,24 +129,14 @@ def test_attention_in_three_dimensions(pool: Pool) -> None:
 @on_ranks(2)
 def test_the_users_backend_stays() -> None:
     """Self attention is handed over, cross attention is not. A failure means that either has another kernel."""
-    calls, stock = [0], backends._backends[AttentionBackendName._NATIVE_MATH]
-
-    @functools.wraps(stock)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return stock(*args, **kwargs)
-
     pipe, call = denoising("wan", 5, 7, 7)
     active = backends._active_backend
     pipe.transformer.set_attention_backend("_native_math")
     backends.set_active_backend(active)  # diffusers sets that of the process too, which other tests use
-    backends._backends[AttentionBackendName._NATIVE_MATH] = counted
-    try:
+    with counted_kernel() as calls:
         pipe(**call)
         plain = calls[0]
         parallelize(pipe, Plan(ulysses=2))(**call)
-    finally:
-        backends._backends[AttentionBackendName._NATIVE_MATH] = stock
     assert plain == calls[0] - plain > 0
 
 

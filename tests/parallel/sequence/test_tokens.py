@@ -7,6 +7,8 @@ bitwise.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -133,8 +135,9 @@ def test_uaa(pool: Pool) -> None:
             assert "7 tokens are not divided" in message and "leave uaa out" in message and "\n" not in message
 
 
-def kernels(name: str) -> tuple[int, Tensor, Tensor, str]:
-    """How often the kernel that was chosen was asked, the picture, the plain one; what is said of an unknown one."""
+@contextmanager
+def counted_kernel() -> Iterator[list[int]]:
+    """How often the kernel `_native_math` was asked."""
     calls, stock = [0], registry._backends[AttentionBackendName._NATIVE_MATH]
 
     @functools.wraps(stock)
@@ -142,13 +145,17 @@ def kernels(name: str) -> tuple[int, Tensor, Tensor, str]:
         calls[0] += 1
         return stock(*args, **kwargs)
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry._backends, AttentionBackendName._NATIVE_MATH, counted)
+        yield calls
+
+
+def kernels(name: str) -> tuple[int, Tensor, Tensor, str]:
+    """How often the kernel that was chosen was asked, the picture, the plain one; what is said of an unknown one."""
     pipe = MAKE[name]()
     wanted = run(pipe, name)
-    registry._backends[AttentionBackendName._NATIVE_MATH] = counted
-    try:
+    with counted_kernel() as calls:
         got = run(parallelize(pipe, Plan(ulysses=2), attention="_native_math"), name)
-    finally:
-        registry._backends[AttentionBackendName._NATIVE_MATH] = stock
     with pytest.raises(ModelError) as caught:
         parallelize(pipe, Plan(ulysses=2), attention="quick")
     return calls[0], got, wanted, str(caught.value)
