@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from ditile.distributed.recording.tape import CURRENT
 from ditile.distributed.transport import PeerChannel, Traffic
 from ditile.plan.plan import Plan
 from ditile.runner.caching import enable_cache
+from ditile_lab.machine.messages import LonePeerMessage as Message
 from tests.pool import CaseError, Pool
 from tests.runner.cases import MAKE, divided, run, same
 
@@ -70,15 +71,6 @@ def _refuse_in_capture() -> None:
     """What is asked of NCCL's works is an event of CUDA, which ends a capture that is open."""
     if CURRENT.recording is not None and not CURRENT.is_exchanging:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-
-
-class Message(NamedTuple):
-    """One message of a batch, as `P2POp`."""
-
-    op: Callable[..., Any]
-    tensor: Tensor
-    group: dist.ProcessGroup
-    group_peer: int
 
 
 class Order:

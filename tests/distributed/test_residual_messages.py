@@ -21,12 +21,12 @@ from ditile.plan.errors import PlanError, StateError, StoppedError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, PatchSchedule
 from ditile.runner.runner import build_recorder, parallelize
+from tests.distributed.test_wire import SIZES, measure_error
 from tests.pool import Pool
 
 BITS = {"residual4": 4, "residual3": 3}
 OF_BF16 = {"residual4": 0.28, "residual3": 0.22}
 LEAST_DECIBELS = {"residual4": 40.0, "residual3": 30.0}
-SIZES = (7, 32, 72, 128, 3072)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STEPS = {"shapes-flux": 6, "shapes-pixart": 20}
 """With few steps the solver of PixArt makes much of every rounding, that of int8 too."""
@@ -54,10 +54,6 @@ def move_both(packing: ResidualPacking, x: Tensor, base: Tensor, there: Tensor) 
 
 def has_same_bits(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def measure_error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 @pytest.mark.parametrize("wire_dtype", BITS)

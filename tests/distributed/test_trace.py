@@ -20,11 +20,17 @@ from tests.pool import Pool
 SCHEDULE = PatchSchedule(stages=2, patches=8, steps=5, warmup=1)
 
 
-def draw(path: str) -> str:
+def make_runner(plan: str, seconds: float) -> Any:
+    """A runner whose second rank is slow."""
     pipe = tiny.pixart()
-    if dist.get_rank() == 1:  # a slow second stage: what overlaps does so for 0.1 s, however busy the machine is
-        pipe.transformer.transformer_blocks[-1].register_forward_pre_hook(lambda *_: time.sleep(0.02))
-    runner = ditile.parallelize(pipe, ditile.Plan(pipefusion=2, patches=8, warmup=1), trust_code=True)
+    if dist.get_rank() == 1:
+        pipe.transformer.transformer_blocks[-1].register_forward_pre_hook(lambda *_: time.sleep(seconds))
+    return ditile.parallelize(pipe, ditile.Plan.parse(plan), trust_code=True)
+
+
+def draw(path: str) -> str:
+    # What overlaps does so for 0.1 s, however busy the machine is.
+    runner = make_runner("pipefusion=2 patches=8 warmup=1", 0.02)
     with pytest.raises(StateError, match="no trace"):
         runner.write_trace(path)
     runner.trace = True
@@ -107,11 +113,8 @@ WAITS = {
 
 
 def waiting(plan: str) -> dict[str, Any]:
-    pipe = tiny.pixart()
-    if dist.get_rank() == 1:
-        pipe.transformer.transformer_blocks[-1].register_forward_pre_hook(lambda *_: time.sleep(0.05))
-    runner = ditile.parallelize(pipe, ditile.Plan.parse(plan), trust_code=True)
+    runner = make_runner(plan, 0.05)
     runner.trace = True
     runner(**tiny.arguments("pixart", num_inference_steps=3))
-    assert runner.report is not None
-    return runner.report.to_dict()
+    report: dict[str, Any] = runner.report.to_dict()
+    return report

@@ -76,7 +76,6 @@ def test_shares_follow_the_speeds(plan: str, speeds: tuple[float, ...], shares: 
             "rank_weights=2,1,1,1",
         ),
         ("pipefusion=2 text=split stage_blocks=3,2", (3, 2), "rank_weights=1.5,1"),
-        # The slowest replica decides.
     ],
 )
 def test_decode_and_text_follow_the_speeds_of_ranks(plan: str, speeds: tuple[float, ...], weights: str) -> None:

@@ -8,17 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ditile.cli.main import main
 from ditile.model.hooks.block_calls import BlockCalls
+from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import list_known_models
 from ditile.plan import cost
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
+from ditile.planner.footprint import VaeScale, measure_vae_scale
 from ditile.planner.memory import count_host_memory, count_rank_memory
 from ditile.planner.recording.sizes import SizesOnly
 from ditile.planner.seconds import RankTokens, merge_work
@@ -31,6 +36,7 @@ from ditile_lab.study.capture import capture_call
 from tests.planner.test_planner import EVEN, count_work_flops
 from tests.pool import Pool
 from tests.zoo import ZOO
+from tests.zoo.encoders import in_large_squares
 
 TINY = ["wan-2.1", "qwen-image", "flux-2", "ltx", "hunyuan-video", "krea-2", "cogvideox-2b", "kandinsky-5", "aura-flow",
         "cogview-4"]  # fmt: skip
@@ -134,10 +140,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def describe_tiny_call(name: str) -> dict[str, Any]:
     """The call of a tiny pipeline, as the planner is asked for it."""
     call = ZOO[name].call()
-    sizes = {key: value for key, value in call.items() if isinstance(value, int | float)}
-    embeds = call["prompt_embeds"] if "prompt_embeds" in call else call["prompt_embeds_qwen"]
+    sizes = {key: value for key, value in call.items() if isinstance(value, int | float | Image.Image | list)}
+    lengths = [call[key].shape[1] for key in ("prompt_embeds", "prompt_embeds_qwen") if key in call]
     negative = {"negative_prompt": ""} if any(key.startswith("negative_") for key in call) else {}
-    return {"prompt": "", **sizes, **negative, "max_sequence_length": embeds.shape[1]}
+    return {"max_sequence_length": lengths[0] if lengths else 12, "prompt": "", **sizes, **negative}
 
 
 def make_tiny_shape(subject: PlanSubject, name: str) -> Shape:
@@ -198,38 +204,62 @@ def test_patches_are_cut_where_the_engine_cuts_them(saved: Any, name: str, monke
     assert set(grids) == {make_tiny_shape(PlanSubject.from_configs(name, path), name).grid}
 
 
-def send_tiny_call(name: str, plans: list[str]) -> list[dict[str, int]]:
-    """On a rank: bytes by kind, under each plan."""
-    result = []
-    for text in plans:
-        runner = parallelize(ZOO[name].make(), Plan.parse(text))
-        call = ZOO[name].call()
-        same = {other: call[other.removeprefix("negative_")] for other in call if other.startswith("negative_")}
-        runner(**call | same)
-        result.append(dict(runner.mesh.traffic.bytes))
-    return result
-
-
+STEPS = 5
+SIZES = {"flux-kontext": {"height": 24, "width": 32, "max_area": 24 * 32}}
 SENT = {
     "wan-2.1": ["ulysses=2", "ring=2", "pipefusion=2 patches=2", "cfg=2", "tensor=2"],
     "qwen-image": ["ulysses=2", "ring=2"],
     "flux-2": ["ulysses=2", "ring=2", "pipefusion=2 patches=2", "distrifusion=2", "tensor=2"],
-}
+    "flux-kontext": [
+        "pipefusion=2 references=0", "pipefusion=2 references=1 patches=5", "pipefusion=2 references=2 patches=3",
+        "distrifusion=2 references=0", "ulysses=2 references=2 patches=2", "ring=2 references=0 patches=2",
+        "pipefusion=2 patches=4", "pipefusion=2 references=0 patches=3 warmup=2 warmup_mode=sequence",
+    ],
+    "qwen-image-edit": ["pipefusion=2 references=0", "cfg=2 references=0 patches=2", "distrifusion=2 references=2"],
+    "flux-2-klein-edit": ["pipefusion=2 references=0", "ulysses=2 references=0 patches=3"],
+}  # fmt: skip
+
+
+def send_tiny_call(name: str, plans: list[str]) -> list[tuple[dict[str, int], int, list[int], int]]:
+    """On a rank: bytes by kind, tokens of references, the steps that computed them, and bytes of keys."""
+    result = []
+    for text in plans:
+        runner = parallelize(ZOO[name].make(), Plan.parse(text))
+        call = ZOO[name].call() | SIZES.get(name, {}) | {"num_inference_steps": STEPS}
+        # Branches of one length, as a planner that knows no text takes them to be.
+        same = {key: call[key.removeprefix("negative_")] for key in call if key.startswith("negative_prompt_embeds")}
+        runner(**call | same)
+        report: Any = runner.report
+        sent = dict(runner.mesh.traffic.bytes)
+        result.append((sent, report.reference_tokens, report.reference_steps, report.key_bytes))
+    return result
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_foretold_bytes_are_counted_bytes(pool: Pool, saved: Any, name: str) -> None:
-    """A failure means that exposed communication is priced from other bytes than travel."""
-    subject = PlanSubject.from_configs(name, saved(name)[1])
-    shape = make_tiny_shape(subject, name)
+def test_foretold_bytes_and_tokens_are_counted(pool: Pool, saved: Any, name: str) -> None:
+    """Exactly, of every rank. A failure means that exposed communication is priced from other bytes than travel."""
+    inputs = [key for key in ("image",) if key in ZOO[name].call()]
+    subject = PlanSubject.from_configs(name, saved(name)[1], inputs)
+    if name == "qwen-image-edit":  # its autoencoder is none that a config describes
+        assert subject.recorder is not None
+        with init_on_meta_device():
+            in_large_squares(subject.recorder.pipe.vae)
+    call = describe_tiny_call(name) | SIZES.get(name, {}) | {"num_inference_steps": STEPS}
+    shape = subject.make_call_shape(call)
     for rank, of_plans in enumerate(pool.run(send_tiny_call, 2, name, SENT[name])):
-        for text, sent in zip(SENT[name], of_plans, strict=True):
-            foretold = cost.count_traffic_bytes(subject.make_plan_job(Plan.parse(text), shape), rank)
+        for text, (sent, tokens, steps, keys) in zip(SENT[name], of_plans, strict=True):
+            job = subject.make_plan_job(Plan.parse(text), shape)
+            foretold = cost.count_traffic_bytes(job, rank)
             counted = {kind: sent[kind] for kind in foretold}
             if "tensor" in foretold:
                 # The keys of cross attention are normed too; their text is not a part of the plan.
                 assert foretold.pop("tensor") == pytest.approx(counted.pop("tensor"), rel=0.005)
             assert foretold == counted, f"{name}, {text}, rank {rank}: {sent}"
+            if job.plan.cfg == 1:  # in step 0 each half makes the calls of both
+                assert keys == job.plan_rank(rank).count_kept_key_bytes(), text
+            if job.plan.references is not None:
+                assert tokens == job.image_layout.count_reference_tokens() == shape.references
+                assert steps == [step for step in range(STEPS) if job.step_schedule.computes_references(step)]
 
 
 ASKED = ("--height", "96", "--width", "128", "--steps", "4", "--hardware", "l40-pcie", "--devices", "4", "--json", "-")
@@ -303,3 +333,23 @@ def test_known_numbers_decide_when_a_call_is_counted() -> None:
         renewed = renew_numbers(sizes, known)
     assert sizes.is_unknown(unknown) and not sizes.is_unknown(renewed)
     assert torch.equal(renewed, known) and renewed is not known
+
+
+H3_VAE = {
+    "block_out_channels": (8,) * 6, "layers_per_block": 1, "norm_num_groups": 2, "decoder_num_layers": 1,
+    "decoder_num_attention_heads": 2, "decoder_attention_head_dim": 32,
+}  # fmt: skip
+
+
+def test_frames_of_a_vae_of_chunks() -> None:
+    """17 frames are 5 latent frames, and the last 5 are 2, for any sizes of its layers; of other VAEs each latent frame
+    has as many.
+
+    A failure means that a video is refused that the model makes, or priced with other tokens."""
+    scale = measure_vae_scale(diffusers.AutoencoderKLMiniMaxH3, H3_VAE)
+    assert scale == VaeScale(16, 17, 5, "latent_channels", 5, 2) and scale.counted_frames == (7, 12)
+    assert [scale.count_latent_frames(frames) for frames in (22, 39, 124)] == [7, 12, 37]
+    for frames, near in ((121, 124), (110, 124), (4, 5)):
+        with pytest.raises(ModelError, match=f"frames={frames} are not a multiple of 17 and 5 more; try frames={near}"):
+            scale.count_latent_frames(frames)
+    assert VaeScale(8, 4).count_latent_frames(81) == 21 and VaeScale(8, 4).counted_frames == (3, 4)

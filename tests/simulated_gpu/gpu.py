@@ -120,10 +120,10 @@ class SimulationRecord:
         self.findings[Finding(kind, what, find_site())] += 1
 
 
-def find_site(depth: int = 4) -> str:
+def find_site() -> str:
     """The innermost lines of ditile and diffusers that run now, and their functions."""
     lines, frame = list[str](), sys._getframe(1)
-    while frame is not None and len(lines) < depth:
+    while frame is not None and len(lines) < 4:
         name = frame.f_code.co_filename
         if not name.startswith(_HERE):
             for root, package in _ROOTS.items():
@@ -466,9 +466,7 @@ class SimulatedGraph:
                     then.content.copy_(now.content)
 
 
-_FUSED_ATTENTION = {
-    f"aten::_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")
-}  # fmt: skip
+_FUSED_ATTENTION = {f"aten::_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")}
 
 
 def _unwrap_arguments(value: Any) -> Any:

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,7 +21,7 @@ from ditile.model.hooks.generation import Generation
 from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.tensor import collectives
 from ditile.plan.schedule import MicroStep
-from ditile_lab.machine.messages import NCCL
+from ditile_lab.machine.messages import NCCL, LonePeerMessage
 from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulatedGraph
 from tests.simulated_gpu.tensors import SimulatedTensor, install_device_guard, replace_leaves
 
@@ -64,15 +64,6 @@ class SimulatedWork:
         return self.is_over
 
 
-class _PeerMessage(NamedTuple):
-    """One of a batch, as `P2POp`."""
-
-    op: Callable[..., Any]
-    tensor: Tensor
-    group: Any
-    group_peer: int
-
-
 class SimulatedMessages:
     """Functions of torch.distributed, under their own names: what arrives is NaN until it is waited for.
 
@@ -86,7 +77,7 @@ class SimulatedMessages:
         self._gpu = gpu
         names = [name for name in dir(type(self)) if not name.startswith("_") and hasattr(dist, name)]
         self._real = {name: getattr(dist, name) for name in (*names, "P2POp")}
-        self.replacements = {name: getattr(self, name) for name in names} | {"P2POp": _PeerMessage}
+        self.replacements = {name: getattr(self, name) for name in names} | {"P2POp": LonePeerMessage}
 
     def _start(
         self, kind: str, group: Any, reads: Sequence[Any], writes: Sequence[Any], carry: Callable[[Any], Any]
@@ -145,7 +136,7 @@ class SimulatedMessages:
     def irecv(self, tensor: Tensor, group: Any = None, group_src: int = 0) -> Any:
         return self._call("irecv", [], [tensor], True, tensor, group=group, group_src=group_src)
 
-    def batch_isend_irecv(self, ops: Sequence[_PeerMessage]) -> list[Any]:
+    def batch_isend_irecv(self, ops: Sequence[LonePeerMessage]) -> list[Any]:
         reads = [op.tensor for op in ops if op.op == self.isend]
         writes = [op.tensor for op in ops if op.op == self.irecv]
 
