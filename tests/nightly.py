@@ -38,7 +38,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         "tests/cache/test_cache_recorded.py",
         "tests/model/test_recorded_changes.py",
         "tests/model/test_recorded_steps.py",
-        "tests/planner/test_recorded_gpu.py",
+        "tests/planner/test_simulated_gpu.py",
     ),
     "runner": ("tests/runner",),
     "serve": ("tests/serve",),

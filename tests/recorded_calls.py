@@ -40,7 +40,7 @@ class OperatorSegments(TorchDispatchMode):
     of the pool may be given what an earlier one has dropped, so playing that one fills all that they hold.
 
     Attributes:
-        peak_bytes: most that a pool would hold between two segments.
+        num_bytes: most that a pool would hold between two segments.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class OperatorSegments(TorchDispatchMode):
         self._num_segments = 0
         # Nothing is computed in a capture, so what it writes into memory from outside is undone.
         self._overwritten: list[tuple[Tensor, Tensor]] = []
-        self.peak_bytes = 0
+        self.num_bytes = 0
         self._is_open = False
 
     @classmethod
@@ -108,10 +108,6 @@ class OperatorSegments(TorchDispatchMode):
                 dropped.append(self._made.pop(address))
         return dropped
 
-    @property
-    def num_bytes(self) -> int:
-        return self.peak_bytes
-
     def open(self) -> None:
         self._calls = []
         self._is_open = True
@@ -136,7 +132,7 @@ class OperatorSegments(TorchDispatchMode):
             elif any(_find_address(tensor) not in inputs for tensor in outputs):
                 calls.append((func, args, kwargs, outputs))
         dropped = self._list_dropped()
-        self.peak_bytes = max(self.peak_bytes, sum(tensor.untyped_storage().nbytes() for tensor in self._made.values()))
+        self.num_bytes = max(self.num_bytes, sum(tensor.untyped_storage().nbytes() for tensor in self._made.values()))
         number = self._num_segments
         self._num_segments += 1
         if not calls:

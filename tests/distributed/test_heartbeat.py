@@ -130,8 +130,8 @@ BROKEN, ENDED, CAUSE = (
 )
 
 
-@pytest.mark.parametrize(("first", "second", "blamed"), [(BROKEN, ENDED, 1), (ENDED, CAUSE, 1), (BROKEN, CAUSE, 1)])
-def test_who_is_blamed(clock: Clock, first: tuple[str, str], second: tuple[str, str], blamed: int) -> None:
+@pytest.mark.parametrize(("first", "second"), [(BROKEN, ENDED), (ENDED, CAUSE), (BROKEN, CAUSE)])
+def test_who_is_blamed(clock: Clock, first: tuple[str, str], second: tuple[str, str]) -> None:
     """torchrun sends SIGTERM to the others when a rank fails; a peer's connection breaks at once. A failure means that
     the line names a rank which only noticed."""
     ranks = two_ranks()
@@ -140,7 +140,7 @@ def test_who_is_blamed(clock: Clock, first: tuple[str, str], second: tuple[str, 
         clock.now += 0.1
     clock.now += 1
     found = find_first_failure(ranks, LIMITS, clock.now)
-    assert found is not None and found[1] == blamed
+    assert found is not None and found[1] == 1
 
 
 def test_memory_that_is_used_up_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,10 +155,7 @@ def test_memory_that_is_used_up_is_told_as_such(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(failure_detection, "count_memory_kills", lambda: kills + 1)
     assert "out of memory" in failure_detection.explain_kill(-signal.SIGKILL, kills)
     assert failure_detection.explain_kill(-signal.SIGTERM, kills) == ""
-
-
-def test_memory_that_ends_in_an_import_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under `ulimit -v`. A failure means that a user looks for a broken installation."""
+    # As under `ulimit -v`.
     unmapped = ImportError("libtorch_cpu.so: failed to map segment from shared object")
     assert describe_error(unmapped).message.startswith("out of memory: ImportError: libtorch_cpu.so")
     silent = SystemError("initialization of _C raised unreported exception")

@@ -314,20 +314,16 @@ def deaf(rank: int, reports: int) -> None:
         time.sleep(1)
 
 
-@pytest.fixture
-def hears_control_c() -> Iterator[None]:
-    """Tests may run where it is ignored: in the background, or as workers."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("hears_control_c")
 def test_a_lost_interrupt_ends_the_run() -> None:
     """Python prints what is raised in a destructor, and goes on. A failure means that Ctrl-C does nothing at times."""
-    with pytest.raises(KeyboardInterrupt):
-        launch(report, 1, (100,), progress=deaf)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # Tests may run where it is ignored: in the background, or as workers.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(report, 1, (100,), progress=deaf)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 PLAN = ["--pipefusion", "2", "--steps", "500", "--threads", "1", "--height", "64", "--width", "64"]

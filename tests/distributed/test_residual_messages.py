@@ -16,6 +16,7 @@ from torch import Tensor
 import ditile
 from ditile.distributed.wire import LARGEST_CODE, ResidualPacking, SiteBases, select_packings
 from ditile.model.hooks.generation import Generation
+from ditile.model.recording.first_play import has_same_bits
 from ditile.plan import cost
 from ditile.plan.errors import PlanError, StateError, StoppedError
 from ditile.plan.plan import Plan
@@ -50,10 +51,6 @@ def move_both(packing: ResidualPacking, x: Tensor, base: Tensor, there: Tensor) 
     got = packing.unpack_difference(packed, there)
     assert has_same_bits(base, there), "the two ends differ"
     return got
-
-
-def has_same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("wire_dtype", BITS)
@@ -226,9 +223,7 @@ def test_plans_send_less_and_draw_nearly_the_same(pool: Pool, model: str, plan: 
                 share = (drawn.counted[kind] / exact.counted[kind] - full / steps) / (1 - full / steps)
                 # Of fp32, which has twice the bytes.
                 assert 2 * share == pytest.approx(OF_BF16[wire], rel=0.03)
-            decibels = measure_decibels(drawn.image, exact.image)
-            print(f"{model}, {plan} {wire}, rank {rank}: {decibels:.1f} dB")
-            assert decibels > LEAST_DECIBELS[wire]
+            assert measure_decibels(drawn.image, exact.image) > LEAST_DECIBELS[wire], f"{wire}, rank {rank}"
 
 
 def stop_and_draw(plan: str) -> list[Tensor]:

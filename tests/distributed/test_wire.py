@@ -116,14 +116,9 @@ def test_plans_send_what_the_formula_says_and_all_ranks_draw_one_picture(pool: P
             if wire is None:
                 continue
             packed = {kind for kind in sent.counted if sent.counted[kind] < exact.counted[kind]}
-            assert packed == list_packed_kinds(exact), where
+            assert packed == {kind for kind in exact.by_formula if kind in cost.PACKED_KINDS}, where
             assert measure_error(sent.picture, exact.picture) < 0.1, where
             assert not torch.equal(sent.picture, exact.picture), where
-
-
-def list_packed_kinds(sent: Sent) -> set[str]:
-    """The kinds that are packed, of those that were sent."""
-    return {kind for kind, size in sent.counted.items() if size and kind in cost.PACKED_KINDS}
 
 
 @on_ranks(2)

@@ -51,11 +51,6 @@ class User(nn.Module):
         return hidden_states
 
 
-def pipe_of(name: str, *transformers: str) -> Any:
-    """A pipeline, as far as an adapter looks at it, with transformers of a family."""
-    return SimpleNamespace(**{each: EVERY[name].on_meta() for each in transformers or ("transformer",)})
-
-
 def names(adapter: BlockAdapter) -> list[list[str]]:
     return [[each.name for each in adapted.lists] for adapted in resolve_adapter(adapter)]
 
@@ -121,7 +116,7 @@ def test_a_wrong_pattern_is_corrected_refused_or_trusted() -> None:
         ({}, "neither pipe nor transformer"),
         ({"transformer": User(), "blocks": User().layers}, "Block in blocks is not in a ModuleList of User"),
         ({"transformer": User(), "blocks_name": "stages"}, "User has no ModuleList 'stages'; it has layers, blocks"),
-        ({"transformer": User(), "pipe": pipe_of("WanTransformer3DModel")}, "is not that of its SimpleNamespace"),
+        ({"transformer": User(), "pipe": SimpleNamespace(transformer=User())}, "is not that of its SimpleNamespace"),
     ],
 )
 def test_wrong_adapters_are_refused_in_one_line(fields: dict[str, Any], message: str) -> None:

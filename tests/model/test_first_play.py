@@ -12,14 +12,12 @@ from torch import Tensor
 
 import ditile
 from ditile.distributed.recording.tape import Action, Message, Recording, exchange_tensors
-from ditile.model.hooks.generation import Generation
 from ditile.model.recording import recorded_steps
 from ditile.model.recording.first_play import TensorKeeper, has_same_bits
 from ditile.model.recording.recorded_steps import UNEQUAL, RecordedSteps
 from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import MicroStep
-from tests.recorded_calls import OperatorSegments
+from tests.recorded_calls import OperatorSegments, run_step
 from tests.zoo import ZOO
 
 WORLD = 2.0
@@ -72,9 +70,7 @@ def run_calls(recorder: RecordedSteps, number: int) -> list[Tensor]:
     forward = make_forward(model, torch.zeros(1, 2))
     results = []
     for step in range(1, number + 1):
-        generation = Generation(calls=1, micro_step=MicroStep(step, None))
-        with torch.no_grad():
-            results.append(recorder.run_call(generation, model, forward, (torch.ones(1, 2),), {}).clone())
+        results.append(run_step(recorder, model, forward, torch.ones(1, 2), step).clone())
     return results
 
 

@@ -62,16 +62,16 @@ def test_played_steps_give_the_same_images(pool: Pool, name: str, axis: str) -> 
         assert recorded and played
 
 
-def count_played_calls(name: str, plan: Plan) -> list[int]:
-    """The calls of each of three images that are played; with five steps, and for flux two branches of guidance."""
-    counts = []
-    with record_on_cpu() as recorders:
+def generate_reports(name: str, plan: Plan) -> list[Any]:
+    """The reports of recorded calls of three images of five steps; for flux there are two branches of guidance."""
+    with record_on_cpu():
         runner = ditile.parallelize(ZOO[name].make(), plan, cuda_graphs=True)
-        for seed in range(3):
-            before = recorders[0].num_played
-            generate(runner, name, seed)
-            counts.append(recorders[0].num_played - before)
-    return counts
+    reports = []
+    for seed in range(3):
+        generate(runner, name, seed)
+        assert runner.report is not None
+        reports.append(runner.report)
+    return reports
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,8 @@ def count_played_calls(name: str, plan: Plan) -> list[int]:
 )
 def test_all_steps_of_later_images_are_played(pool: Pool, name: str, axis: str, counts: list[int]) -> None:
     """With four steps the first one is a quarter of the image. A failure may mean that each image is recorded again."""
-    assert pool.run(count_played_calls, 2, name, Plan.parse(axis)) == [counts] * 2
+    for reports in pool.run(generate_reports, 2, name, Plan.parse(axis)):
+        assert [report.recorded.played for report in reports] == counts
 
 
 def test_a_tape_is_not_played_where_what_it_shares_was_not_computed() -> None:
@@ -317,19 +318,8 @@ def test_compiled_code_stays_compiled() -> None:
     assert len(calls) == 4
 
 
-def generate_reports(plan: Plan) -> list[Any]:
-    """The reports of two images of five steps."""
-    with record_on_cpu():
-        runner = ditile.parallelize(ZOO["flux"].make(), plan, cuda_graphs=True)
-    reports = []
-    for seed in range(2):
-        generate(runner, "flux", seed)
-        reports.append(runner.report)
-    return reports
-
-
 def test_every_call_is_accounted_for() -> None:
-    first, second = generate_reports(Plan())
+    first, second, _ = generate_reports("flux", Plan())
     # Two branches of guidance.
     assert (first.recorded.calls, first.recorded.recorded, first.recorded.played) == (10, 2, 4)
     assert first.recorded.as_code == {"the first step": 2, "the first call of its form": 2}
@@ -347,7 +337,7 @@ def test_every_call_is_accounted_for() -> None:
 
 def test_a_call_that_makes_the_first_keys_is_not_recorded() -> None:
     """A failure means that later images capture it, and drop the tape."""
-    first, second = generate_reports(Plan(patches=2, warmup=2))
+    first, second, _ = generate_reports("flux", Plan(patches=2, warmup=2))
     assert first.recorded.recorded
     assert second.recorded.recorded == 0
     assert second.recorded.as_code == {"the first step": 2, "it makes its first keys": 2}

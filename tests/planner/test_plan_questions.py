@@ -173,9 +173,8 @@ def predict_seconds(plan: Plan, num_computed: int) -> float:
     return num_computed / plan.world
 
 
-def choose(bounds: Bounds, schedule: Schedule | None = SCHEDULE, *, predicts: bool = True) -> Promise:
-    predict = predict_seconds if predicts else None
-    return choose_promise(bounds, "a-model", NUM_STEPS, [SLOW, FAST], schedule=schedule, predict=predict)
+def choose(bounds: Bounds, schedule: Schedule | None = SCHEDULE) -> Promise:
+    return choose_promise(bounds, "a-model", NUM_STEPS, [SLOW, FAST], schedule=schedule, predict=predict_seconds)
 
 
 @pytest.mark.parametrize(

@@ -257,12 +257,6 @@ def test_memory_is_the_papers_table() -> None:
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "data" / "gpu"
 
 
-def load_alone_profile() -> Profile:
-    """An H200 whose links take no time, as those of a rank alone. The host starts messages as it always does."""
-    profile = hardware.load_profile("h200-nvlink")
-    return dataclasses.replace(profile, link=dataclasses.replace(profile.link, latency_s=0.0, bandwidth=1e18))
-
-
 RECORDED_RANKS = [
     (1024, "data=1"), (1024, "pipefusion=4 patches=4"), (1024, "pipefusion=8 patches=8"), (1024, "ulysses=4"),
     (1024, "ulysses=8"), (1024, "ring=4"), (1024, "distrifusion=4"),
@@ -283,7 +277,10 @@ def test_recorded_steps_are_priced_as_their_ranks_were_measured(side: int, plan:
     one = subject("flux.1-dev")
     size = {"height": side, "width": side, "num_inference_steps": 20, "guidance_scale": 3.5}
     job = one.make_plan_job(Plan.parse(plan), one.make_call_shape(size, 2))
-    ops = OpPricer(make_pricer(one, size, load_alone_profile(), records=True), job, CacheSkips())
+    profile = hardware.load_profile("h200-nvlink")
+    # Links take no time, as those of a rank alone. The host starts messages as it always does.
+    alone = dataclasses.replace(profile, link=dataclasses.replace(profile.link, latency_s=0.0, bandwidth=1e18))
+    ops = OpPricer(make_pricer(one, size, alone, records=True), job, CacheSkips())
     last_step_ops = ops.schedule.iter_step_ops(0, 19, job.count_calls_in_step(19))
     priced = sum(ops.get_op_seconds(0, op, free=False) for op in last_step_ops)
     assert priced == pytest.approx(measured, rel=0.125)

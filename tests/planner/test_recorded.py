@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +19,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from ditile.cli.main import main
 from ditile.model.hooks.block_calls import BlockCalls
 from ditile.model.hooks.placeholders import init_on_meta_device
-from ditile.model.known import list_known_models
+from ditile.model.known import KnownModel, list_known_models
 from ditile.plan import cost
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
-from ditile.planner.footprint import VaeScale, measure_vae_scale
+from ditile.planner.footprint import VaeScale, count_decoder_numbers, measure_vae_scale
 from ditile.planner.memory import count_host_memory, count_rank_memory
 from ditile.planner.recording.sizes import SizesOnly
 from ditile.planner.seconds import RankTokens, merge_work
 from ditile.planner.subject import PlanSubject, renew_numbers
 from ditile.runner.model_files import defaults
+from ditile.runner.requests.pipelines import find_output_kind
 from ditile.runner.runner import parallelize
 from ditile.runner.weights.prequantized import StoredWeights
 from ditile_lab.bench.session import LiveBytes
@@ -265,16 +267,14 @@ def test_foretold_bytes_and_tokens_are_counted(pool: Pool, saved: Any, name: str
 ASKED = ("--height", "96", "--width", "128", "--steps", "4", "--hardware", "l40-pcie", "--devices", "4", "--json", "-")
 
 
-def plan_as_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["plan", *words]) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
-
-
 def test_the_command_plans_a_video(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """More frames take longer. A failure means that saved models of this rung cannot be planned for."""
     _, folder = saved("wan-2.1")
-    short, long = (plan_as_json(capsys, "--model", str(folder), "--frames", n, *ASKED)["plans"] for n in ("5", "81"))
+    answers = []
+    for frames in ("5", "81"):
+        assert main(["plan", "--model", str(folder), "--frames", frames, *ASKED]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["plans"])
+    short, long = answers
     assert 0 < short[0]["latency_s"] < long[0]["latency_s"]
     assert short[0]["memory_bytes"] < long[0]["memory_bytes"]
     for plan in long:
@@ -353,3 +353,23 @@ def test_frames_of_a_vae_of_chunks() -> None:
         with pytest.raises(ModelError, match=f"frames={frames} are not a multiple of 17 and 5 more; try frames={near}"):
             scale.count_latent_frames(frames)
     assert VaeScale(8, 4).count_latent_frames(81) == 21 and VaeScale(8, 4).counted_frames == (3, 4)
+
+
+@pytest.mark.parametrize("known", list_known_models(), ids=lambda known: known.name)
+def test_the_table_is_what_the_configs_say(known: KnownModel) -> None:
+    """What is said of models before torch is imported. A failure means that something is refused that works."""
+    subject = PlanSubject.from_configs(known.name, known.folder)
+    call = subject.fill_arguments({})
+    assert known.is_video == (known.hub_id is None and find_output_kind(subject.pipeline) == "video")
+    assert known.transformer == type(subject.transformer).__name__
+    assert known.blocks == len(subject.block_hooks.chain)
+    assert known.heads == subject.attention_heads[0]
+    assert known.token_side == subject.token_side
+    assert (known.height, known.width) == (call["height"], call["width"])
+    if known.hub_id is not None and known.cuts_rows:
+        # Else a peak of memory is not that of the model's own VAE.
+        assert subject.decoder is not None
+        assert subject.decodes == subject.count_decode_numbers()
+        assert subject.decodes == count_decoder_numbers(subject.coder, subject.decoder)
+    assert known.cuts_rows == bool(subject.block_hooks.anatomy.grid)
+    assert known.bins_sizes == ("use_resolution_binning" in inspect.signature(subject.pipeline.__call__).parameters)

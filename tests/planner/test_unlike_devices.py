@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -113,7 +112,7 @@ def test_the_slowest_rank_decides_outside_of_the_loop() -> None:
     assert [count_rank_memory(one, job, EVEN, rank).text > 0 for rank in range(4)] == [True, False, True, False]
 
 
-def test_blocks_go_where_there_is_memory() -> None:
+def test_blocks_go_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Devices of one speed, of which one is smaller. A failure means that a plan is refused which would fit."""
     whole = hardware.load_profile("rtx-5090")
     small = dataclasses.replace(whole, name="small", memory_bytes=145 * 10**8)
@@ -130,14 +129,9 @@ def test_blocks_go_where_there_is_memory() -> None:
         roomier = dataclasses.replace(request, host_memory_bytes=None)
         faster = PlanSearch(one, call, hardware.join_devices(devices), roomier).find_fastest_plans().prices[0]
         assert faster.plan.offload_ranks == (1 - roomy,) and faster.latency_s < 0.95 * result.prices[0].latency_s
+    monkeypatch.setattr(choose, "load_machine_profile", lambda question: hardware.join_devices((whole, small)))
     with pytest.raises(PlanError, match=r"needs 2\d\.\d\d GB on rank 1, and there are 14\.50 GB"):
-        answer_with_plan("pipefusion=2 patches=2", hardware.join_devices((whole, small)))
-
-
-def answer_with_plan(plan: str, profile: Profile) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choose, "load_machine_profile", lambda question: profile)
-        return answer_question(PlanQuestion(model="flux.1-dev", price=plan, cuda_graphs=False))
+        answer_question(PlanQuestion(model="flux.1-dev", price="pipefusion=2 patches=2", cuda_graphs=False))
 
 
 @pytest.mark.parametrize(("speed", "is_used"), [(0.5, True), (0.8, True), (0.95, False), (1.0, False)])
