@@ -183,20 +183,16 @@ finally:
     assert "AssertionError" not in done.stderr and done.stdout + done.stderr
 
 
+BROKEN = RankError(1, "ValueError", "it broke", "Traceback:\n  there\n")
+NO_MEMORY = ImportError("IMPORTANT:\n\nread this\n\nx.so: failed to map segment from shared object\n")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [
-        (
-            RankError(1, "ValueError", "it broke", "Traceback:\n  there\n"),
-            1,
-            "Traceback:\n  there\nditile: rank 1: it broke",
-        ),
+        (BROKEN, 1, "Traceback:\n  there\nditile: rank 1: it broke"),
         (KeyboardInterrupt(), 130, "ditile: interrupted"),
-        (
-            ImportError("IMPORTANT:\n\nread this\n\nx.so: failed to map segment from shared object\n"),
-            1,
-            ".*out of memory: .*x.so: failed to map.*",
-        ),
+        (NO_MEMORY, 1, ".*out of memory: .*x.so: failed to map.*"),
     ],
 )
 def test_what_ends_the_ranks_is_said(

@@ -1,4 +1,4 @@
-"""The script and the commands of README.md, and the commands of each page's first screen, run as they stand.
+"""README.md, the commands of each page's first screen, and the examples and notebooks run as they stand.
 
 A failure means that the first thing a new user tries does not work.
 """
@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from ditile.model.known import ASSETS, list_bundled_models
 from tests.cache.test_cache_dit_scripts import flux
 from tests.pool import Pool
 from tests.serve.running import run_server
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -40,13 +43,6 @@ ONLY_PARSED = {
     "--evaluation": "it reads what `evaluate` wrote",
 }
 """Commands and flags of pages that are read and not run, and why."""
-
-
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Every test has a working directory of its own."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def environment() -> dict[str, str]:
@@ -166,3 +162,34 @@ def test_the_example_on_two_ranks(pool: Pool, tmp_path: Path, folder: str) -> No
     first, second = pool.run(run_example_on_rank, 2, words)
     assert "under ulysses=2 uaa=True" in first and "what the cache left out" in first and not second
     assert (tmp_path / "flux.png").exists()
+
+
+def read_cells(path: Path) -> list[dict[str, Any]]:
+    """The cells of a notebook, with their text in one piece."""
+    notebook = json.loads(path.read_text("utf-8"))
+    return [cell | {"source": "".join(cell["source"])} for cell in notebook["cells"]]
+
+
+def write_script(cells: list[dict[str, Any]], folder: Path) -> Path:
+    """A script of the cells in order; `%%writefile` is done here, as it is all that they have of Jupyter's own."""
+    parts = []
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            continue
+        first, _, rest = cell["source"].partition("\n")
+        if first.startswith("%%writefile "):
+            (folder / first.split()[1]).write_text(rest + "\n", "utf-8")
+            continue
+        assert "\n%" not in cell["source"] and not first.startswith(("%", "!"))
+        parts.append(cell["source"])
+    script = folder / "notebook.py"
+    script.write_text("\n\n".join(parts) + "\n", "utf-8")
+    return script
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/notebooks/*.ipynb")), ids=lambda path: path.stem)
+def test_the_cells_run_in_order(path: Path, tmp_path: Path) -> None:
+    """Without Jupyter, which the developers' packages do not bring."""
+    script = write_script(read_cells(path), tmp_path)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -90,17 +90,14 @@ class Environment:
             timeout=COMMAND_SECONDS,
         )
 
-    def run_ditile(self, *words: str) -> str:
-        """What `ditile` writes to its standard output; fails unless it succeeds."""
-        done = self.run("python", "-m", "ditile", *words)
+    def run_python(self, *words: str) -> str:
+        """What Python writes to its standard output; fails unless it succeeds."""
+        done = self.run("python", *words)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def run_python(self, source: str) -> str:
-        """What a program writes to its standard output; fails unless it succeeds."""
-        done = self.run("python", "-c", source)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def run_ditile(self, *words: str) -> str:
+        return self.run_python("-m", "ditile", *words)
 
     def read_refusal(self, *words: str) -> str:
         """The one line with which `ditile` refuses something."""

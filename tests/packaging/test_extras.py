@@ -16,6 +16,7 @@ import httpx
 import pytest
 from PIL import Image
 
+import ditile
 from ditile.plan.extras import EXTRAS
 from tests.packaging.environments import (
     COMMAND_SECONDS,
@@ -25,7 +26,9 @@ from tests.packaging.environments import (
     build_wheel,
     run_pip,
 )
+from tests.runner.single_files import save_gguf
 from tests.serve.running import run_server
+from tests.serve.test_replica import write_lora
 
 PROMPT = "a large red circle on the left on a gray background"
 SHORT = ("--steps", "2", "--threads", "1")
@@ -35,33 +38,6 @@ FIND_PACKAGES = """
 import json
 from ditile.plan.extras import EXTRAS, is_installed
 print(json.dumps([package for packages in EXTRAS.values() for package in packages if is_installed(package)]))
-"""
-MAKE_LORA = """
-import torch, ditile
-from diffusers import FluxPipeline
-from diffusers.utils import convert_state_dict_to_diffusers
-from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
-pipe = ditile.load("shapes-flux")
-torch.manual_seed(0)
-pipe.transformer.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q", "to_v"]))
-layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(pipe.transformer))
-FluxPipeline.save_lora_weights(".", transformer_lora_layers=layers)
-"""
-MAKE_GGUF = """
-import ditile, gguf
-writer = gguf.GGUFWriter("transformer.gguf", "flux")
-for name, tensor in ditile.load("shapes-flux").transformer.state_dict().items():
-    values = tensor.numpy()
-    if values.ndim == 2 and values.shape[1] % 32 == 0:
-        blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-        writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-    else:
-        writer.add_tensor(name, values)
-writer.write_header_to_file()
-writer.write_kv_data_to_file()
-writer.write_tensors_to_file()
-writer.close()
 """
 
 
@@ -95,7 +71,7 @@ def make(wheel: Path, base: Environment, tmp_path: Path) -> Make:
 def check_packages(made: Environment, extras: tuple[str, ...]) -> None:
     """The packages of these extras can be imported, and those of no other one."""
     wanted = {package for extra in extras for package in EXTRAS[extra]}
-    assert set(json.loads(made.run_python(FIND_PACKAGES))) - BROUGHT_BY_THE_BASE == wanted - BROUGHT_BY_THE_BASE
+    assert set(json.loads(made.run_python("-c", FIND_PACKAGES))) - BROUGHT_BY_THE_BASE == wanted - BROUGHT_BY_THE_BASE
 
 
 @contextmanager
@@ -142,18 +118,19 @@ def test_page(make: Make) -> None:
         assert "gradio" in client.get("/").text
 
 
-@pytest.mark.parametrize(
-    ("extra", "program", "flags"),
-    [
-        ("lora", MAKE_LORA, "--pipefusion 2 --lora pytorch_lora_weights.safetensors"),
-        ("quantize", "", "--quantize --quantize-type int8_weight_only"),
-        ("gguf", MAKE_GGUF, "--transformer transformer.gguf --pipefusion 2"),
-    ],
-)
-def test_an_image_with_an_extra(make: Make, extra: str, program: str, flags: str) -> None:
+IMAGES = {
+    "lora": "--pipefusion 2 --lora lora.safetensors",
+    "quantize": "--quantize --quantize-type int8_weight_only",
+    "gguf": "--pipefusion 2 --transformer transformer.gguf",
+}
+
+
+@pytest.mark.parametrize("extra", IMAGES)
+def test_an_image_with_an_extra(make: Make, extra: str) -> None:
     made = make(extra)
-    made.run_python(program)
-    made.run_ditile("generate", PROMPT, "--model", "shapes-flux", *SHORT, *flags.split(), "--out", "a.png")
+    write_lora(made.work / "lora.safetensors", seed=0)
+    save_gguf(ditile.load("shapes-flux").transformer, "flux", made.work / "transformer.gguf")
+    made.run_ditile("generate", PROMPT, "--model", "shapes-flux", *SHORT, *IMAGES[extra].split(), "--out", "a.png")
     check_picture(made.work / "a.png")
 
 

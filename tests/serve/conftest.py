@@ -6,10 +6,12 @@ Ranks that a test starts in its own process are forked; those of a server in a p
 import asyncio
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.serve.running import PIXART_FLAGS, RunningServer, run_server
+from tests.serve.servers import Served, connect_openai
 
 SECONDS = 200.0
 
@@ -50,3 +52,16 @@ def wan_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServ
     """Videos from two ranks that divide the tokens."""
     with run_server("shapes-wan", "--ulysses", "2", state=tmp_path_factory.mktemp("wan") / "state") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[Any]:
+    """OpenAI's client of the server of a file."""
+    with connect_openai(served.url) as client:
+        yield client
+
+
+@pytest.fixture
+def full_pace(served: Served) -> None:
+    """Ranks that paint do so at once, and do not fail."""
+    served.group.pace, served.group.failure = 0.0, None

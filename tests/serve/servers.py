@@ -180,6 +180,15 @@ def serve_groups(options: ServeOptions, make_replica: Any, *, page: bool = False
         thread.join(60)
 
 
+@contextlib.contextmanager
+def connect_openai(url: str) -> Iterator[Any]:
+    """Yield OpenAI's client of a server."""
+    import openai
+
+    with httpx.Client(trust_env=False, timeout=120) as transport:
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=transport)
+
+
 def paint_picture(size: tuple[int, int], seed: int, kind: str = "png") -> bytes:
     """A plain picture whose colour says the seed; of a video one frame as GIF."""
     encoded = io.BytesIO()

@@ -12,7 +12,7 @@ from ditile.plan.errors import LoadError, RankError, StateError
 from ditile.serve.api.answers import convert_error
 from ditile.serve.api_keys import read_api_keys
 from ditile.serve.replica import describe_failed_replica, describe_lost_ranks
-from tests.serve.servers import PROMPT, paint_picture, read_error, serve_painted
+from tests.serve.servers import PROMPT, read_error, serve_painted
 
 DRAW = "/v1/images/generations"
 
@@ -53,14 +53,8 @@ def test_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pages_of_the_web_cannot_draw_here(tmp_path: Path) -> None:
-    """Neither by a name that leads to this machine, nor from a page of another origin, but for those that are named."""
+    """From another origin, but for those that are named; `test_gate` has names that lead to this machine."""
     with serve_painted(tmp_path, cors="https://friend.example") as served:
-        port = served.url.rpartition(":")[2]
-        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "[::1", ""):
-            answer = served.post(DRAW, {"prompt": PROMPT}, headers={"host": host})
-            assert answer.status_code == 400, host
-        for host in ("localhost", f"[::1]:{port}", f"LOCALHOST:{port}"):
-            assert served.post(DRAW, {"prompt": PROMPT}, headers={"host": host}).status_code == 200, host
         for origin in ("https://evil.example", "null"):
             answer = served.post(DRAW, {"prompt": PROMPT}, headers={"origin": origin})
             assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
@@ -70,22 +64,6 @@ def test_pages_of_the_web_cannot_draw_here(tmp_path: Path) -> None:
             assert answer.headers.get("access-control-allow-origin") == (origin if "friend" in origin else None)
         asked = {"origin": "https://friend.example", "access-control-request-method": "POST"}
         assert served.client.options(DRAW, headers=asked).status_code == 200
-
-
-def test_bodies_that_are_too_large(tmp_path: Path) -> None:
-    """By their announced size, and by what comes if none is announced."""
-    with serve_painted(tmp_path, max_body=20000) as served:
-        body = json.dumps({"prompt": PROMPT, "x": "a" * 21000}).encode()
-        pieces = (body[k : k + 1000] for k in range(0, len(body), 1000))
-        form = {"image": paint_picture((64, 64), 1) + b"x" * 30000}
-        for answer in (
-            served.client.post(DRAW, content=body),
-            served.client.post(DRAW, content=pieces),
-            served.client.post("/v1/images/edits", data={"prompt": PROMPT}, files=form),
-        ):
-            assert answer.status_code == 413
-            assert "more than the 20000 bytes" in read_error(answer)["message"]
-        assert served.post(DRAW, {"prompt": PROMPT}).status_code == 200
 
 
 def test_what_a_server_says_of_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -174,19 +174,13 @@ def test_a_key_is_sent_to_its_own_address_alone(tmp_path: Path, monkeypatch: pyt
         client.find_key("https://host")
 
 
-@pytest.fixture
-def pictures(flux_server: RunningServer) -> Any:
-    """What the wire of a server of pictures holds."""
-    return NODES["DitileServer"]().connect_server(flux_server.url)[0]
+def connect(server: RunningServer) -> Any:
+    """Return what the wire of a server holds."""
+    return NODES["DitileServer"]().connect_server(server.url)[0]
 
 
-@pytest.fixture
-def videos(wan_server: RunningServer) -> Any:
-    return NODES["DitileServer"]().connect_server(wan_server.url)[0]
-
-
-def test_generate_shows_previews(pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    comfy = ComfyStub(monkeypatch)
+def test_generate_shows_previews(flux_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    comfy, pictures = ComfyStub(monkeypatch), connect(flux_server)
     images, info = NODES["DitileGenerate"]().generate_images(pictures, PROMPT, 7, 2, steps=4, guidance=-1.0)
     assert images.shape == (2, 128, 128, 3) and images.dtype == torch.float32 and 0 <= images.min() < images.max() <= 1
     facts = json.loads(info)
@@ -203,16 +197,15 @@ def test_edit_with_a_mask_keeps_the_rest(flux_server: RunningServer) -> None:
     mask = torch.zeros(1, 128, 128)
     mask[:, :, 64:] = 1
     edit = NODES["DitileEdit"]().edit_images
-    (server,) = NODES["DitileServer"]().connect_server(flux_server.url)
-    edited, info = edit(server, image, PROMPT, 7, mask, strength=1.0, steps=4)
+    edited, info = edit(connect(flux_server), image, PROMPT, 7, mask, strength=1.0, steps=4)
     assert edited.shape == (1, 128, 128, 3) and json.loads(info)["size"] == "128x128"
     changed = (edited - image).abs().mean(dim=(0, 1, 3))
     assert changed[:56].mean() < changed[72:].mean() / 2
 
 
-def test_cancel_ends_the_work(flux_server: RunningServer, pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_ends_the_work(flux_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interrupt of ComfyUI comes through as it is, and the ranks are free at once."""
-    comfy = ComfyStub(monkeypatch)
+    comfy, pictures = ComfyStub(monkeypatch), connect(flux_server)
     timer = threading.Timer(1.0, comfy.interrupted.set)
     timer.start()
     with pytest.raises(InterruptProcessingException):
@@ -227,10 +220,10 @@ def test_cancel_ends_the_work(flux_server: RunningServer, pictures: Any, monkeyp
     assert images.shape == (1, 128, 128, 3)
 
 
-def test_a_video_is_a_batch_of_frames(videos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_video_is_a_batch_of_frames(wan_server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     comfy = ComfyStub(monkeypatch)
     draw = NODES["DitileImageToVideo"]().generate_video
-    frames, fps, info, sound = draw(videos, PROMPT, 7, num_frames=9, fps=8.0, steps=4)
+    frames, fps, info, sound = draw(connect(wan_server), PROMPT, 7, num_frames=9, fps=8.0, steps=4)
     assert sound is None
     assert frames.shape == (9, 64, 64, 3) and fps == 8.0 and frames.dtype == torch.float32
     facts = json.loads(info)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,9 @@ from examples.comfyui.forward_client import (
     ForwardError,
     ForwardLostError,
     ForwardRefusedError,
+    encode_message,
+    encode_value,
+    view_bytes,
 )
 
 SECONDS = 60.0
@@ -117,6 +120,12 @@ def make_call(config: Any, *, rows: int = 2, seed: int = 0, text: int = 5) -> di
     }
 
 
+@torch.no_grad()
+def answer(plain: Any, call: dict[str, Any]) -> Tensor:
+    prediction: Tensor = plain(**call, return_dict=False)[0]
+    return prediction
+
+
 def measure(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max())
 
@@ -144,9 +153,7 @@ def test_answers_are_those_of_the_plain_transformer(tmp_path: Path, model: str, 
         assert hello["dtype"] == "float32"
         for rows, seed, text in ((2, 0, 5), (2, 1, 5), (1, 2, 7), (2, 0, 5)):
             call = make_call(hello["config"], rows=rows, seed=seed, text=text)
-            with torch.no_grad():
-                expected = plain(**call, return_dict=False)[0]
-            assert measure(client.forward(call), expected) < TOLERANCE, (rows, seed, text)
+            assert measure(client.forward(call), answer(plain, call)) < TOLERANCE, (rows, seed, text)
 
 
 def test_loras_belong_to_a_call(tmp_path: Path) -> None:
@@ -171,14 +178,13 @@ def test_loras_belong_to_a_call(tmp_path: Path) -> None:
             with pytest.raises(ForwardRefusedError, match="loras=.*: Input should be"):
                 first._exchange({"op": "forward", "loras": ["one"]}, [])
             got.append(first.forward(call, loras))
-    with torch.no_grad():
-        plain.set_adapters(["default"], [0.5])
-        with_lora = plain(**call, return_dict=False)[0]
-        plain.disable_adapters()
-        without = plain(**call, return_dict=False)[0]
+    plain.set_adapters(["default"], [0.5])
+    with_lora = answer(plain, call)
+    plain.disable_adapters()
+    without = answer(plain, call)
     assert measure(with_lora, without) > 10 * TOLERANCE
-    for answer, expected in zip(got, (with_lora, without, with_lora, with_lora), strict=True):
-        assert measure(answer, expected) < TOLERANCE
+    for found, expected in zip(got, (with_lora, without, with_lora, with_lora), strict=True):
+        assert measure(found, expected) < TOLERANCE
 
 
 def pack(header: Any, length: int | None = None, magic: bytes = b"DITILE02", num_bytes: int = 0) -> bytes:
@@ -246,23 +252,13 @@ def test_bad_messages_harm_nobody_else(tmp_path: Path) -> None:
             # A shape that the model does not take, in the middle of a chain of calls.
             with pytest.raises(ForwardRefusedError, match="FluxTransformer2DModel does not take these arguments"):
                 client.forward(call | {"hidden_states": call["hidden_states"][..., :3]})
-            vanishing = socket.socket(socket.AF_UNIX)
-            vanishing.connect(served.address.removeprefix("unix:"))
-            prefix, contents = _encode_call(call)
-            vanishing.sendall(prefix + contents)
-            vanishing.close()
-            with torch.no_grad():
-                expected = plain(**call, return_dict=False)[0]
-            assert measure(client.forward(call), expected) < TOLERANCE
-
-
-def _encode_call(call: dict[str, Any]) -> tuple[bytes, bytes]:
-    from examples.comfyui.forward_client import encode_message, encode_value, view_bytes
-
-    tensors: list[Tensor] = []
-    arguments = {name: encode_value(value, tensors) for name, value in call.items()}
-    prefix, contents = encode_message({"op": "forward", "arguments": arguments}, tensors)
-    return prefix, b"".join(bytes(view_bytes(content)) for content in contents)
+            tensors: list[Tensor] = []
+            arguments = {name: encode_value(value, tensors) for name, value in call.items()}
+            prefix, contents = encode_message({"op": "forward", "arguments": arguments}, tensors)
+            with socket.socket(socket.AF_UNIX) as vanishing:
+                vanishing.connect(served.address.removeprefix("unix:"))
+                vanishing.sendall(prefix + b"".join(bytes(view_bytes(content)) for content in contents))
+            assert measure(client.forward(call), answer(plain, call)) < TOLERANCE
 
 
 def test_a_port_asks_for_a_key(tmp_path: Path) -> None:
@@ -270,8 +266,9 @@ def test_a_port_asks_for_a_key(tmp_path: Path) -> None:
         with ForwardClient(served.address, key=KEY, timeout=SECONDS) as client:
             config = client.hello()["config"]
             assert client.forward(make_call(config)).shape == (2, SIDE * SIDE, config["in_channels"])
-        for key, message in (("another key", "the key is not known"), (None, "the key is not known")):
-            with ForwardClient(served.address, key=key) as client, pytest.raises(ForwardRefusedError, match=message):
+        for key in ("another key", None):
+            refuses = pytest.raises(ForwardRefusedError, match="the key is not known")
+            with ForwardClient(served.address, key=key) as client, refuses:
                 client.hello()
         with ForwardClient(served.address) as client, pytest.raises(ForwardError, match="must be hello|bytes are more"):
             client.forward({"x": torch.zeros(1)})
@@ -330,30 +327,42 @@ def test_options_are_refused_in_one_line(capfd: Any, tmp_path: Path, flags: list
     assert message in lines[-1]
 
 
-def test_a_rank_that_is_killed_ends_the_server(tmp_path: Path) -> None:
-    """In seconds, with exit code 1 and the reason, and without its socket; a client is told that it was lost."""
-    address = f"unix:{tmp_path}/a.sock"
-    words = ["serve", "--forward", address, "--model", "shapes-flux", "--ulysses", "2", "--threads", "1"]
-    command = [sys.executable, "-m", "ditile", *words]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+@contextlib.contextmanager
+def start_process(folder: Path, *flags: str) -> Iterator[tuple[Any, ForwardClient]]:
+    """Yield a server in a process of its own, and a client."""
+    address = f"unix:{folder}/a.sock"
+    words = ["serve", "--forward", address, "--model", "shapes-flux", "--threads", "1", *flags]
+    with subprocess.Popen([sys.executable, "-m", "ditile", *words], stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            assert any(f"on {address}" in line for line in process.stderr)
+            lines = list(itertools.takewhile(lambda line: f"on {address}" not in line, process.stderr))
+            assert lines == ["ditile: shapes-flux: the ranks load its transformer ..\n"]
             with ForwardClient(address, timeout=SECONDS) as client:
-                call = make_call(client.hello()["config"])
-                client.forward(call)
-                ranks = [child for child in psutil.Process(process.pid).children() if "ditile-rank" in child.cmdline()]
-                assert len(ranks) == 2
-                ranks[1].send_signal(signal.SIGKILL)
-                with pytest.raises(ForwardLostError):
-                    for _ in range(100):
-                        client.forward(call)
-                        time.sleep(0.1)
-            assert process.wait(SECONDS) == 1
-            assert "killed by SIGKILL" in process.stderr.read()
-            assert not (tmp_path / "a.sock").exists()
+                yield process, client
         finally:
             process.kill()
+
+
+def check_end(process: Any, ask: Callable[[], Any], folder: Path, code: int) -> None:
+    """Check that a server ends in seconds, without its socket; a client is told that it was lost."""
+    with pytest.raises(ForwardLostError):
+        for _ in range(100):
+            ask()
+            time.sleep(0.1)
+    assert process.wait(SECONDS) == code
+    assert not (folder / "a.sock").exists()
+
+
+def test_a_rank_that_is_killed_ends_the_server(tmp_path: Path) -> None:
+    """With exit code 1 and the reason."""
+    with start_process(tmp_path, "--ulysses", "2") as (process, client):
+        call = make_call(client.hello()["config"])
+        client.forward(call)
+        ranks = [child for child in psutil.Process(process.pid).children() if "ditile-rank" in child.cmdline()]
+        assert len(ranks) == 2
+        ranks[1].send_signal(signal.SIGKILL)
+        check_end(process, lambda: client.forward(call), tmp_path, 1)
+        assert "killed by SIGKILL" in process.stderr.read()
 
 
 def test_weights_of_a_file_are_served_until_a_signal(tmp_path: Path) -> None:
@@ -361,25 +370,9 @@ def test_weights_of_a_file_are_served_until_a_signal(tmp_path: Path) -> None:
     torch.manual_seed(5)
     plain = FluxTransformer2DModel.from_config(load_plain("shapes-flux").config).eval()
     save_file(plain.state_dict(), tmp_path / "other.safetensors")
-    address = f"unix:{tmp_path}/a.sock"
-    words = ["serve", "--forward", address, "--model", "shapes-flux", "--threads", "1", "--tensor", "2"]
-    words += ["--component", f"transformer={tmp_path}/other.safetensors"]
-    with subprocess.Popen([sys.executable, "-m", "ditile", *words], stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            lines = list(itertools.takewhile(lambda line: f"on {address}" not in line, process.stderr))
-            assert lines == ["ditile: shapes-flux: the ranks load its transformer ..\n"]
-            with ForwardClient(address, timeout=SECONDS) as client:
-                call = make_call(client.hello()["config"])
-                with torch.no_grad():
-                    expected = plain(**call, return_dict=False)[0]
-                assert measure(client.forward(call), expected) < TOLERANCE
-                process.send_signal(signal.SIGTERM)
-                with pytest.raises(ForwardLostError):
-                    for _ in range(100):
-                        client.hello()
-                        time.sleep(0.1)
-            assert process.wait(SECONDS) == 0
-            assert not (tmp_path / "a.sock").exists()
-        finally:
-            process.kill()
+    flags = ("--tensor", "2", "--component", f"transformer={tmp_path}/other.safetensors")
+    with start_process(tmp_path, *flags) as (process, client):
+        call = make_call(client.hello()["config"])
+        assert measure(client.forward(call), answer(plain, call)) < TOLERANCE
+        process.send_signal(signal.SIGTERM)
+        check_end(process, client.hello, tmp_path, 0)

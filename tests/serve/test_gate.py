@@ -40,9 +40,11 @@ def listen(folder: Path, **flags: Any) -> Iterator[tuple[str, int]]:
         port = listener.getsockname()[1]
         thread = threading.Thread(target=serving.run, args=([listener],))
         thread.start()
-        yield f"http://127.0.0.1:{port}", port
-        serving.should_exit = True
-        thread.join(30)
+        try:
+            yield f"http://127.0.0.1:{port}", port
+        finally:
+            serving.should_exit = True
+            thread.join(30)
 
 
 def build_part(name: str, content: bytes) -> bytes:
@@ -66,18 +68,21 @@ BODIES: list[tuple[str, str, str, bytes, int]] = [
     ("raw letters in a form", DRAW, FORM, "prompt=ä".encode(), 503),
     ("a large image in JSON", VIDEOS, JSON, b'{"prompt": "a", "image": "%s"}' % (b"AAAA" * 2**19), 503),
     ("a large file", EDIT, MULTIPART, build_part("prompt", b"a") + build_part("image", b"A" * 2**21) + b"--x--", 503),
+    ("a file that is too large", EDIT, MULTIPART, build_part("image", b"A" * 2**22) + b"--x--", 413),
     ("a seed of many digits", DRAW, JSON, b'{"prompt": "a", "seed": %s}' % (b"9" * 5000), 503),
 ]
 
 
 def test_bodies_are_bounded_by_what_they_hold(tmp_path: Path) -> None:
     """A failure would mean work that grows with what a client sends, in the loop that answers all others."""
-    with listen(tmp_path) as (url, _), httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+    limited = listen(tmp_path, max_body=2**22)
+    with limited as (url, _), httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
         for name, path, kind, body, status in BODIES:
             pieces = (body[k : k + 2**16] for k in range(0, len(body), 2**16))
             for content in (body, pieces):
                 answer = client.post(path, content=content, headers={"content-type": kind})
                 assert answer.status_code == status, (name, answer.text)
+                assert name != "a file that is too large" or "more than the 4194304 bytes" in answer.text
                 assert read_error(answer)
 
 
@@ -145,32 +150,27 @@ def test_heads_are_bounded(tmp_path: Path) -> None:
                 assert wire.recv(99).startswith(b"HTTP/1.1 " + status)
 
 
+MALFORMED = ["evil.example@localhost", "a:b@127.0.0.1", "localhost/x", "localhost#", "localhost:", "127.0.0.1:x"]
+MALFORMED += ["a b", "["]
+OTHERS = ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::1", ""]
+
+
 def test_hosts_that_only_look_like_this_machine(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("ann:first-secret\n")
     with listen(tmp_path / "open") as (url, port), listen(tmp_path, api_key=str(tmp_path / "keys")) as (keyed, _):
-        for host in (
-            "evil.example@localhost",
-            "a:b@127.0.0.1",
-            "localhost/x",
-            "localhost#",
-            "localhost:",
-            "127.0.0.1:x",
-        ):
-            for address in (url, keyed):
-                answer = httpx.get(f"{address}/health", headers={"host": host}, trust_env=False)
-                assert (answer.status_code, read_error(answer)["code"]) == (400, "bad_host"), host
+        # With keys, a server may have any name.
+        rows = [(url, host) for host in MALFORMED + OTHERS] + [(keyed, host) for host in MALFORMED]
+        for address, host in rows:
+            answer = httpx.get(f"{address}/health", headers={"host": host}, trust_env=False)
+            assert (answer.status_code, read_error(answer)["code"]) == (400, "bad_host"), host
         for host in ("localhost", f"LocalHost:{port}", f"[::1]:{port}"):
             assert httpx.get(f"{url}/health", headers={"host": host}, trust_env=False).status_code == 200
 
 
 def test_an_upgrade_is_an_ordinary_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A failure would mean a way around the keys, or lines that a stranger writes into the log."""
-    headers = {
-        "connection": "upgrade",
-        "upgrade": "websocket",
-        "sec-websocket-key": "a" * 22,
-        "sec-websocket-version": "13",
-    }
+    headers = {"connection": "upgrade", "upgrade": "websocket"}
+    headers |= {"sec-websocket-key": "a" * 22, "sec-websocket-version": "13"}
     with caplog.at_level(logging.INFO, "ditile.serve.access"), listen(tmp_path) as (url, _):
         assert httpx.get(f"{url}/health", headers=headers, trust_env=False).status_code == 200
     assert [record.name for record in caplog.records] == ["ditile.serve.access"]

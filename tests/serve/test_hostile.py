@@ -114,13 +114,8 @@ def build_png(width: int, height: int, content: bytes, *more: tuple[bytes, bytes
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
     head = build_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + head
-        + b"".join(build_chunk(*one) for one in more)
-        + build_chunk(b"IDAT", content)
-        + build_chunk(b"IEND", b"")
-    )
+    chunks = [head, *(build_chunk(*one) for one in more), build_chunk(b"IDAT", content), build_chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 def list_bombs() -> dict[str, bytes]:
@@ -149,6 +144,7 @@ def list_bombs() -> dict[str, bytes]:
 
 
 BOMBS = list_bombs()
+MAY_BE_READ = {"more data than pixels", "a text of 16 MB", "a profile of 16 MB", "many frames"}
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -161,13 +157,7 @@ def test_pictures_that_are_bombs(served: Served, name: str) -> None:
         served.client.post(EDIT, data={"prompt": PROMPT}, files={"image": paint_picture((64, 64), 1), "mask": content}),
         served.client.post("/v1/videos", data={"prompt": PROMPT}, files={"input_reference": content}),
     ):
-        status = check_answer(answer)
-        assert status != 200 or name in (
-            "more data than pixels",
-            "a text of 16 MB",
-            "a profile of 16 MB",
-            "many frames",
-        )
+        assert check_answer(answer) != 200 or name in MAY_BE_READ
 
 
 def test_forms_that_are_none(served: Served) -> None:
@@ -188,32 +178,18 @@ def test_forms_that_are_none(served: Served) -> None:
     }
     head = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a\r\nb\0../c"\r\n'
     nested = head + b"Content-Type: image/png\r\n\r\n\0\r\n--x--\r\n"
+    many = (b"--x\r\n" + b"A: b\r\n" * 3000 + b"\r\n\r\n--x--", b"--x\r\n" * 20000, b"\r\n" * 50000)
     for path in (DRAW, EDIT, "/v1/videos"):
-        for kind, body in bodies.items():
+        for kind, body in [*bodies.items(), *(("multipart/form-data; boundary=x", body) for body in (nested, *many))]:
             check_answer(served.client.post(path, content=body, headers={"content-type": kind}))
-        for body in (nested, b"--x\r\n" + b"A: b\r\n" * 3000 + b"\r\n\r\n--x--", b"--x\r\n" * 20000, b"\r\n" * 50000):
-            check_answer(
-                served.client.post(path, content=body, headers={"content-type": "multipart/form-data; boundary=x"})
-            )
         check_answer(served.client.post(path, data={f"field{k}": "x" for k in range(2000)}, files={"image": b"x"}))
         check_answer(served.client.post(path, data={"prompt": PROMPT}, files=[("image[]", b"x")] * 300))
         check_answer(served.client.post(path, files={"prompt": ("p.txt", b"a circle"), "seed": ("s", b"1")}))
 
 
 def test_paths_and_ids(served: Served) -> None:
-    odd = [
-        *PATHS,
-        "%00",
-        "%2e%2e%2f%2e%2e%2f",
-        "%ff%fe",
-        "a" * 5000,
-        "video_" + "a" * 24,
-        "image_" + "a" * 24,
-        "*",
-        ";",
-        "\u202e",
-    ]
-    for name in odd:
+    odd = [*PATHS, "%00", "%2e%2e%2f%2e%2e%2f", "%ff%fe", "a" * 5000, "*", ";", "\u202e"]
+    for name in [*odd, "video_" + "a" * 24, "image_" + "a" * 24]:
         name = name.replace("\0", "%00").replace("\\", "%5c")
         for path in (
             f"/v1/videos/{name}", f"/v1/videos/{name}/content", f"/v1/images/{name}/content/0", f"/v1/models/{name}",
@@ -234,17 +210,12 @@ def test_addresses_of_other_servers_are_not_asked(served: Served) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.3)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/a.png"
-        for values in (
-            {"image": url},
-            {"url": url},
-            {"images": [{"image_url": url}]},
-            {"image": "data:,x", "mask": url},
-        ):
+        sources = [{"image": url}, {"url": url}, {"images": [{"image_url": url}]}, {"image": "data:,x", "mask": url}]
+        for values in sources:
             answer = served.post(EDIT, {"prompt": PROMPT, **values})
             assert check_answer(answer) == 400
-        assert "fetches none" in read_error(served.post("/v1/videos", {"prompt": "a", "input_reference": url}))[
-            "message"
-        ] or (not served.service.facts.is_video)
+        answer = served.post("/v1/videos", {"prompt": "a", "input_reference": url})
+        assert "fetches none" in read_error(answer)["message"] or not served.service.facts.is_video
         with pytest.raises(TimeoutError):
             listener.accept()
 
@@ -254,9 +225,7 @@ def test_clients_that_go_while_they_send(served: Served, caplog: pytest.LogCaptu
     port = int(served.url.rpartition(":")[2])
     for path in (DRAW, EDIT, "/v1/videos"):
         for kind in ("application/json", "multipart/form-data; boundary=x"):
-            head = (
-                f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: {kind}\r\nContent-Length: 99\r\n\r\n"
-            )
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 99\r\n\r\n"
             with socket.create_connection(("127.0.0.1", port), 5) as wire:
                 wire.sendall(head.encode() + b"--x\r\n")
     served.client.get("/health")

@@ -16,6 +16,7 @@ from ditile.planner.promise import Bounds
 from ditile.serve.jobs import Request
 from tests.serve.servers import PROMPT, Served, paint_picture, read_error, read_metric, serve_painted
 
+pytestmark = pytest.mark.usefixtures("full_pace")
 PICTURE = paint_picture((128, 128), 5)
 
 
@@ -25,17 +26,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (loras / "style.safetensors").touch()
     with serve_painted(tmp_path_factory.mktemp("state"), max_images=4, max_queue=8, lora_dir=str(loras)) as served:
         yield served
-
-
-@pytest.fixture(autouse=True)
-def at_full_pace(served: Served) -> None:
-    served.group.pace, served.group.failure = 0.0, None
-
-
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with httpx.Client(trust_env=False, timeout=60) as transport:
-        yield openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, http_client=transport)
 
 
 def open_picture(text: str) -> Image.Image:
@@ -143,13 +133,15 @@ def test_edits_by_the_client(served: Served, client: openai.OpenAI) -> None:
     assert variation.data is not None and len(variation.data) == 1
 
 
-@pytest.mark.parametrize("how", ["image[]", "data URL", "url"])
+@pytest.mark.parametrize("how", ["image", "image[]", "data URL", "url"])
 def test_edits_in_every_form(served: Served, how: str) -> None:
+    """The forms are those of Open WebUI (engine "openai", routers/images.py of 0.12.4)."""
     text = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
-    if how == "image[]":
-        fields = {"prompt": PROMPT, "n": "1", "stream": "false"}
-        files = [("image[]", ("a.png", PICTURE, "image/png"))]
-        answer = served.client.post("/v1/images/edits", data=fields, files=files)
+    if how.startswith("image"):
+        fields = {"model": "gpt-image-1", "prompt": PROMPT, "n": "1", "size": "128x128", "background": "auto"}
+        headers = {"authorization": "Bearer none", "x-openwebui-user-email": "ann@example.org"}
+        files = [(how, ("a.png", PICTURE, "image/png"))]
+        answer = served.client.post("/v1/images/edits", data=fields, files=files, headers=headers)
     else:
         picture: dict[str, Any] = {"data URL": {"image": text}, "url": {"url": [text]}}
         answer = served.post("/v1/images/edits", {"prompt": PROMPT, **picture[how]})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import io
 import signal
 import time
@@ -132,18 +131,12 @@ async def test_ranks_draw_refuse_and_stop() -> None:
         assert list_files(await driven.draw("again", make_job("f"))) == first
 
 
-@functools.cache
-def make_lora_shapes() -> dict[str, torch.Size]:
-    """Shapes of the factors of a LoRA of the attention of shapes-flux, by name."""
-    transformer = ditile.load("shapes-flux").transformer
-    get_peft_model(transformer, LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"]))
-    return {name: factor.shape for name, factor in get_peft_model_state_dict(transformer).items()}
-
-
 def write_lora(path: Path, seed: int) -> None:
-    """Saves a random LoRA of the attention of shapes-flux."""
-    random = torch.Generator().manual_seed(seed)
-    factors = {name: 0.2 * torch.randn(shape, generator=random) for name, shape in make_lora_shapes().items()}
+    """Save a random LoRA of the attention of shapes-flux."""
+    torch.manual_seed(seed)
+    transformer = ditile.load("shapes-flux").transformer
+    get_peft_model(transformer, LoraConfig(r=2, lora_alpha=2, init_lora_weights=False, target_modules=["to_q", "to_v"]))
+    factors = get_peft_model_state_dict(transformer)
     FluxPipeline.save_lora_weights(path.parent, transformer_lora_layers=factors, weight_name=path.name)
 
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -372,49 +369,6 @@ async def test_a_result_that_cannot_be_written_is_a_failure(tmp_path: Path) -> N
         assert ended.failure == Failure(code="internal", message="the result cannot be kept; the server's log says why")
         with pytest.raises(NotReadyError, match="the job cannot be kept; the server's log says why"):
             await served.submit(image=("image",), strength=0.5)
-
-
-DYING = """
-import asyncio, sys
-from pathlib import Path
-from tests.serve.test_service import serve
-
-async def play():
-    async with serve(Path(sys.argv[1])) as served:
-        for number in range(1, 100):
-            job = await served.submit("video", image=("image",), strength=0.5)
-            print("accepted", job.id, flush=True)
-            await served.begin(number)
-            print("running", job.id, flush=True)
-            served.group.finish()
-            await served.end(job)
-            print("done", job.id, flush=True)
-
-asyncio.run(play())
-"""
-
-
-async def test_nothing_is_lost_or_done_twice_after_kill(tmp_path: Path) -> None:
-    seen: list[list[str]] = []
-    with subprocess.Popen([sys.executable, "-c", DYING, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        while sum(line[0] == "running" for line in seen) < 3:
-            seen.append(process.stdout.readline().split())
-        process.send_signal(signal.SIGKILL)
-        seen += [line.split() for line in process.stdout.read().splitlines()]
-    accepted = [line[1] for line in seen if line[0] == "accepted"]
-    done = {line[1] for line in seen if line[0] == "done"}
-
-    async with serve(tmp_path) as served:
-        for job in served.service.list_jobs("", "video", limit=1000, newest_first=False):
-            if not job.has_ended:
-                await served.run_until(lambda: served.group.state == "drawing")
-                served.group.finish()
-            assert (await served.end(job)).state == "done"
-            assert served.read_files(job) == [job.id.encode()]
-        drawn = {job.id for batch in served.group.batches for job in batch.jobs}
-        assert not drawn & done
-        assert set(accepted) <= {job.id for job in served.service.list_jobs("", "video", limit=1000)}
 
 
 async def test_a_request_wakes_an_unloaded_server(tmp_path: Path) -> None:

@@ -4,31 +4,21 @@ import base64
 import time
 from collections.abc import Iterator
 
-import httpx
 import openai
 import pytest
 
 from tests.serve.servers import PROMPT, Served, paint_picture, read_error, serve_painted
+
+pytestmark = [
+    pytest.mark.usefixtures("full_pace"),
+    pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serve_painted(tmp_path_factory.mktemp("state"), "shapes-wan", max_frames=33) as served:
         yield served
-
-
-@pytest.fixture(autouse=True)
-def at_full_pace(served: Served) -> None:
-    served.group.pace, served.group.failure = 0.0, None
-
-
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with httpx.Client(trust_env=False, timeout=60) as transport:
-        yield openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, http_client=transport)
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 
 
 def test_create_poll_and_download(served: Served, client: openai.OpenAI) -> None:

@@ -63,10 +63,8 @@ def test_shapes_wan_trains_on_from_what_is_bundled(tmp_path: Path) -> None:
     padding than the bundled model was trained with."""
     torch.manual_seed(0)
     basis, table = load_group_basis(CPU), make_caption_table(WAN, CAPTIONS, CPU)
-    wan, vae = (
-        WanTrainer(WAN / "transformer", table, basis, lr=0.0, batch=4),
-        VaeTrainer(WAN / "vae", CAPTIONS, basis, batch=1),
-    )
+    wan = WanTrainer(WAN / "transformer", table, basis, lr=0.0, batch=4)
+    vae = VaeTrainer(WAN / "vae", CAPTIONS, basis, batch=1)
     args = argparse.Namespace(device=CPU, eager=False)
     step = capture(Step(name="clip", run=lambda: wan.train_on(9)), args)
     count = train_steps([step], wan.optimiser, seconds=0.01, hold=0.5, save=lambda: wan.save(tmp_path / "transformer"))
@@ -84,9 +82,8 @@ def test_shapes_flux_turbo_trains_on_from_what_is_bundled(tmp_path: Path) -> Non
     scheduler = ditile.load("shapes-flux-turbo").scheduler
     scheduler.set_timesteps(sigmas=[1.0, 0.75, 0.5, 0.25])  # those of `FluxPipeline`
     assert scheduler.sigmas.tolist() == pytest.approx(SIGMAS)
-    student, teacher = (
-        TurboTrainer(ASSETS / name / "transformer", lr=0.0) for name in ("shapes-flux-turbo", "shapes-flux")
-    )
+    student = TurboTrainer(ASSETS / "shapes-flux-turbo" / "transformer", lr=0.0)
+    teacher = TurboTrainer(ASSETS / "shapes-flux" / "transformer", lr=0.0)
     maker = PairMaker(seed=1)
     student.publish(tmp_path)
     maker.renew_student(tmp_path)
@@ -123,9 +120,7 @@ def test_other_captions_are_not_all_right() -> None:
     some = scenes(40, seed=1)
     captions = [describe_scene(s) for s in some]
     result = score_images([render_scene(s, 64, 64) for s in some], captions[1:] + captions[:1])
-    assert result["all_right"] <= 5
-    assert result["position"] < 30
-    assert result["shape"] < 30
+    assert result["all_right"] <= 5 and max(result["position"], result["shape"]) < 30
 
 
 @pytest.mark.parametrize(

@@ -9,29 +9,21 @@ from typing import Any
 import pytest
 
 from ditile.cli import main
-from ditile.plan.plan import Plan
 from ditile_lab.bench import command, runs
 from ditile_lab.bench.cells import BenchCell
 from ditile_lab.bench.session import compute_exposed_shares
 from ditile_lab.bench.submission import Submission
 from ditile_lab.machine import comparison
 
-pytestmark = pytest.mark.usefixtures("elsewhere")
+pytestmark = pytest.mark.usefixtures("elsewhere", "forked_ranks")
 
 MACHINE: dict[str, Any] = {"processor": "a processor", "cores": 2, "gpus": []}
 JOB = {"model": "shapes-pixart", "steps": 4, "threads": 1, "machine": MACHINE}
 
 
-def all_fit(plan: Plan) -> bool:
-    return plan.num_patches <= 16
-
-
 def run(cell: BenchCell, seconds: float, one: float, **more: Any) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "key": json.loads(runs.make_run_key(JOB, cell)),
-        "seconds": seconds,
-        "world": cell.num_ranks,
-    }
+    key = json.loads(runs.make_run_key(JOB, cell))
+    record: dict[str, Any] = {"key": key, "seconds": seconds, "world": cell.num_ranks}
     record |= {"when": "now", "load": 0.5, "bound": 2.0, "steps": 4, "bytes_sent": [10, 30], "loop": seconds / 2}
     waits = [{"share": 0.1, "warmup": 0.0, "kinds": {"ring": 0.1}}, {"share": 0.3, "warmup": 0.2, "kinds": {}}]
     return record | {"one_rank_s": one, "exposed": waits} | more

@@ -31,6 +31,7 @@ def summed(texts: list[str]) -> tuple[list[Any], set[str]]:
     return found, listens
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_of_launch_meet_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an earlier run of several hosts has left. A failure means that anybody in the network may write into
     the store of a measurement, or that its ranks look for each other on another host."""

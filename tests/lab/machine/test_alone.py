@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,13 +33,8 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_calls() -> MeasuredCalls:
-    model = RandomModel.parse_model_name(MODEL)
-    return MeasuredCalls(
-        device=CPU,
-        steps=STEPS,
-        rounds=1,
-        make_arguments=lambda pipe, steps: model.make_call_arguments(SIDE, SIDE, steps),
-    )
+    make = RandomModel.parse_model_name(MODEL).make_call_arguments
+    return MeasuredCalls(device=CPU, steps=STEPS, rounds=1, make_arguments=lambda _, steps: make(SIDE, SIDE, steps))
 
 
 def test_set_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,15 +53,10 @@ def test_set_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.call_s == ([11.0, 11.0], [12.0, 12.0])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "pipefusion=2 patches=4",
-        "ulysses=2",
-        "distrifusion=2",
-        "pipefusion=2 patches=2 warmup_mode=sequence",
-    ],
-)
+PLANS = ["pipefusion=2 patches=4", "ulysses=2", "distrifusion=2", "pipefusion=2 patches=2 warmup_mode=sequence"]
+
+
+@pytest.mark.parametrize("text", PLANS)
 @pytest.mark.usefixtures("no_clock")
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_rank_alone_sends_what_its_plan_says(text: str, recorded: bool) -> None:
@@ -84,8 +72,7 @@ def test_a_rank_alone_sends_what_its_plan_says(text: str, recorded: bool) -> Non
         with record_on_cpu() as recorders:
             step = measure_rank(pipe, plan, rank, plan_calls(), recorded=recorded)
         assert step.recorded == recorded == any(recorder.num_played for recorder in recorders)
-        assert not step.as_code
-        assert not step.problem
+        assert not step.as_code and not step.problem
         formula = cost.count_traffic_in_step(job, rank, STEPS[1] - 2)
         assert step.sent_bytes == {kind: size for kind, size in formula.items() if size}
         assert step.messages > 0
@@ -93,19 +80,11 @@ def test_a_rank_alone_sends_what_its_plan_says(text: str, recorded: bool) -> Non
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_here(measure: Callable[..., Any], ranks: int, arguments: tuple[Any, ...], **_: Any) -> list[Any]:
-        return [measure(*arguments)]
-
-    monkeypatch.setattr(comparison, "launch", run_here)
-
-
-@pytest.mark.usefixtures("in_this_process", "no_clock")
+@pytest.mark.usefixtures("elsewhere", "no_clock")
 def test_the_command_writes_a_row_for_each_rank(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(comparison, "launch", lambda measure, ranks, arguments, **_: [measure(*arguments)])
     words = ["--plans", "pipefusion=3 patches=3; data=2; patches=2", "--model", MODEL, "--height", str(SIDE)]
     words += ["--width", str(SIDE), "--rounds", "1", "--hardware", "h200-nvlink", "--alone", "--out", "a"]
     assert main.main(["bench", *words]) == 0

@@ -33,11 +33,15 @@ SMALL = {
 """All that is measured, in a second, also beside others."""
 
 
-def shrink_measurements(patch: pytest.MonkeyPatch) -> None:
+def shrink_command(patch: pytest.MonkeyPatch) -> None:
+    """Make the whole calibration take a few seconds."""
     for name, value in SMALL.items():
         patch.setattr(calibrate, name, value)
     make = Bench.make_linear
     patch.setattr(Bench, "make_linear", lambda bench, *sides: make(bench, *(min(side, 128) for side in sides)))
+    calls = (("shapes-pixart", 64), ("shapes-flux", 64))
+    for name, value in {"CALLS": calls, "STEPS": 2, "ROUNDS": 1}.items():
+        patch.setattr(command, name, value)
 
 
 @pytest.mark.parametrize(("slower", "kernel_s"), [(1.3, 2e-6), (1.0, 5e-6), (1.5, 0.0)])
@@ -60,14 +64,6 @@ def test_curves_are_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     curve = calibrate.measure_matmul(Bench(CPU, torch.float32, lambda: done.append(1)))
     assert len(done) == 2 and all(math.isfinite(rate) and rate > 1e6 for row in curve.rates for rate in row)
     assert all(row[2] == row[1] for row in curve.rates) and curve.rates[1][1] > curve.rates[0][0]
-
-
-def shrink_command(patch: pytest.MonkeyPatch) -> None:
-    """The whole calibration, in a few seconds."""
-    shrink_measurements(patch)
-    calls = (("shapes-pixart", 64), ("shapes-flux", 64))
-    for name, value in {"CALLS": calls, "STEPS": 2, "ROUNDS": 1}.items():
-        patch.setattr(command, name, value)
 
 
 def note_progress(patch: pytest.MonkeyPatch) -> list[int]:

@@ -15,15 +15,12 @@ from ditile.cli import main
 from ditile_lab.quality import command, scores
 from ditile_lab.quality.captions import Caption, load_captions
 from ditile_lab.quality.options import ORIGINAL, EvaluationSetting
-from ditile_lab.quality.store import (
-    ImageKey,
-    summarize_settings,
-)
+from ditile_lab.quality.store import ImageKey, summarize_settings
 from ditile_lab.rows import Row
 from tests.cli.test_cli import refused
 from tests.pool import fork_ranks
 
-pytestmark = pytest.mark.usefixtures("elsewhere")
+pytestmark = pytest.mark.usefixtures("elsewhere", "forked_ranks")
 
 SETTING = EvaluationSetting("pipefusion=2", "F=1")
 
