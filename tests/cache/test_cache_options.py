@@ -139,9 +139,6 @@ def test_what_is_measured(flow: str, how: str) -> None:
     assert found == pytest.approx(hand.differences, rel=1e-4)
 
 
-# Blocks of every pattern
-
-
 # What is left behind
 
 

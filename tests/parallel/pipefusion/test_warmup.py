@@ -75,7 +75,7 @@ def guidance_ends(plan: dict[str, Any]) -> Any:
         return {name: given[name][-1:] for name in tensors}
 
     call = {"callback_on_step_end": end, "callback_on_step_end_tensor_inputs": tensors}
-    return run(parallelize(pipe, Plan(**plan)) if plan else pipe, "sd3.5 medium", **call)
+    return run(parallelize(pipe, Plan(**plan)), "sd3.5 medium", **call)
 
 
 @pytest.mark.parametrize(
