@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -164,24 +163,17 @@ def test_the_example_on_two_ranks(pool: Pool, tmp_path: Path, folder: str) -> No
     assert (tmp_path / "flux.png").exists()
 
 
-def read_cells(path: Path) -> list[dict[str, Any]]:
-    """The cells of a notebook, with their text in one piece."""
-    notebook = json.loads(path.read_text("utf-8"))
-    return [cell | {"source": "".join(cell["source"])} for cell in notebook["cells"]]
-
-
-def write_script(cells: list[dict[str, Any]], folder: Path) -> Path:
-    """A script of the cells in order; `%%writefile` is done here, as it is all that they have of Jupyter's own."""
+def write_script(notebook: Path, folder: Path) -> Path:
+    """Write the cells in order; `%%writefile` is done here, as it is all that they have of Jupyter's own."""
     parts = []
-    for cell in cells:
-        if cell["cell_type"] != "code":
-            continue
-        first, _, rest = cell["source"].partition("\n")
-        if first.startswith("%%writefile "):
+    for cell in json.loads(notebook.read_text("utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        first, _, rest = source.partition("\n")
+        if cell["cell_type"] == "code" and first.startswith("%%writefile "):
             (folder / first.split()[1]).write_text(rest + "\n", "utf-8")
-            continue
-        assert "\n%" not in cell["source"] and not first.startswith(("%", "!"))
-        parts.append(cell["source"])
+        elif cell["cell_type"] == "code":
+            assert "\n%" not in source and not first.startswith(("%", "!"))
+            parts.append(source)
     script = folder / "notebook.py"
     script.write_text("\n\n".join(parts) + "\n", "utf-8")
     return script
@@ -190,6 +182,6 @@ def write_script(cells: list[dict[str, Any]], folder: Path) -> Path:
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/notebooks/*.ipynb")), ids=lambda path: path.stem)
 def test_the_cells_run_in_order(path: Path, tmp_path: Path) -> None:
     """Without Jupyter, which the developers' packages do not bring."""
-    script = write_script(read_cells(path), tmp_path)
+    script = write_script(path, tmp_path)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr

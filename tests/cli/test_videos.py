@@ -17,7 +17,7 @@ from PIL import Image
 
 import ditile
 from ditile import ModelError
-from ditile.cli import generate, main
+from ditile.cli import main
 from ditile.runner.requests import arguments, results, videos
 from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
@@ -80,12 +80,6 @@ def test_an_animation_by_its_name(name: str, ends: int) -> None:
                 assert np.array_equal(np.asarray(image.convert("RGB")), video[frame])
     assert len(durations) == 5 and sum(durations) == ends
     assert np.array_equal(np.asarray(opened("a.png")), video[0])
-
-
-def test_what_is_refused_before_a_step(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "_call_and_report", lambda *_: pytest.fail("the pipeline was called"))
-    says = "the VAE of WanPipeline makes 1 + a multiple of 4; try frames=5 or frames=9"
-    assert says in refused(capsys, "generate", PROMPT, *SHORT, "--frames", "8")
 
 
 def image_to_video() -> diffusers.WanImageToVideoPipeline:

@@ -6,6 +6,7 @@ Real ranks take seconds to start, and cannot be told to fail, to wait or to draw
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import io
@@ -194,6 +195,10 @@ def paint_picture(size: tuple[int, int], seed: int, kind: str = "png") -> bytes:
     encoded = io.BytesIO()
     Image.new("RGB", size, (seed % 256, seed // 256 % 256, 7)).save(encoded, "gif" if kind == "mp4" else kind)
     return encoded.getvalue()
+
+
+def open_picture(encoded: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(encoded)))
 
 
 def read_metric(metrics: Metrics, name: str, **labels: str) -> float:

@@ -20,7 +20,7 @@ from PIL import Image
 
 from ditile.cli import main
 from tests.serve.running import PIXART_FILE, PIXART_FLAGS, RunningServer
-from tests.serve.servers import connect_openai, serve_painted
+from tests.serve.servers import connect_openai, open_picture, serve_painted
 
 # Of the client: it warns of what OpenAI itself ends.
 pytestmark = pytest.mark.filterwarnings(
@@ -34,10 +34,6 @@ COMMANDS = {
     "pixart_server": ("--model", "shapes-pixart", *PIXART_FLAGS),
 }
 """What `ditile generate` is told to do as a server does."""
-
-
-def decode_picture(encoded: str | None) -> Image.Image:
-    return Image.open(io.BytesIO(base64.b64decode(encoded or "")))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -69,7 +65,7 @@ def test_a_request_says_how_many_steps_compute(flux_server: RunningServer, tmp_p
 
     def post(**bounds: float) -> Image.Image:
         answer = client.post("/v1/images/generations", json=body | bounds)
-        return decode_picture(answer.json()["data"][0]["b64_json"])
+        return open_picture(answer.json()["data"][0]["b64_json"])
 
     with flux_server.client() as client:
         plain = post().tobytes()

@@ -14,7 +14,7 @@ from PIL import Image
 
 from ditile.planner.promise import Bounds
 from ditile.serve.jobs import Request
-from tests.serve.servers import PROMPT, Served, paint_picture, read_error, read_metric, serve_painted
+from tests.serve.servers import PROMPT, Served, open_picture, paint_picture, read_error, read_metric, serve_painted
 
 pytestmark = pytest.mark.usefixtures("full_pace")
 PICTURE = paint_picture((128, 128), 5)
@@ -26,10 +26,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (loras / "style.safetensors").touch()
     with serve_painted(tmp_path_factory.mktemp("state"), max_images=4, max_queue=8, lora_dir=str(loras)) as served:
         yield served
-
-
-def open_picture(text: str) -> Image.Image:
-    return Image.open(io.BytesIO(base64.b64decode(text)))
 
 
 def test_generate_by_the_client(served: Served, client: openai.OpenAI) -> None:
