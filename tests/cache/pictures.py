@@ -14,7 +14,7 @@ import ditile
 from ditile.cache.config import Calibration, DBCacheConfig, DBPruneConfig
 from ditile.model.block_table import read_transformer_table
 from ditile.runner import caching
-from tests.more_families import EVERY
+from tests.families import EVERY
 from tests.runner.cases import different, run, same
 
 

@@ -23,8 +23,7 @@ from ditile.cache.step_mask import build_preset_mask
 from ditile.plan.errors import ModelError, StateError
 from ditile.runner import caching
 from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
-from tests.families import FAMILIES, TEXT, noise
-from tests.more_families import EVERY
+from tests.families import EVERY, FAMILIES, TEXT, noise
 from tests.parallel.sequence.planned import Denoising, denoising, draw, wan_pipeline
 from tests.runner.cases import MAKE, call_of, different, same
 from tests.tiny import quiet

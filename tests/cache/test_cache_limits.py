@@ -23,7 +23,7 @@ from ditile.model.hooks.protocols import CallPosition
 from ditile.runner import caching
 from tests.cache.hand import Hand, HandPrune
 from tests.cache.pictures import RUN, STEPS, calls, enable, outputs, skipped, tensors, untouched
-from tests.more_families import EVERY
+from tests.families import EVERY
 from tests.runner.cases import different, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")

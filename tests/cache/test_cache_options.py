@@ -27,7 +27,7 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.runner import caching
 from tests.cache.hand import Hand, mean
 from tests.cache.pictures import RUN, STEPS, calls, enable, live, outputs, skipped, tensors
-from tests.more_families import EVERY
+from tests.families import EVERY
 from tests.runner.cases import MAKE, different, make_double, run, same
 
 FLOWS = {

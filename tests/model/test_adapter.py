@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ditile.model.adapter import BlockAdapter, ForwardPattern, PatchFunctor, resolve_adapter
 from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
-from tests.more_families import EVERY
+from tests.families import EVERY
 
 P0, P1, P2, P3, P4, P5 = ForwardPattern
 

@@ -16,8 +16,7 @@ from ditile.model.block_table import BlockList, find_diffusers_class, find_table
 from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
 from ditile_lab.study.flows import discover_block_lists
-from tests.families import Family
-from tests.more_families import EVERY
+from tests.families import EVERY, Family
 
 TRANSFORMER_TABLE = read_transformer_table()
 SPECS = {"FluxTransformer2DModel", "PixArtTransformer2DModel", "SD3Transformer2DModel"}

@@ -339,7 +339,7 @@ MUTANTS = (
         "model/anatomies.py",
         'return source == compute_source_hash(transformer, row["lists"])',
         "return bool(source)",
-        ("model/test_further_keys.py::test_a_row_is_of_the_forwards_that_it_was_derived_from",),
+        ("zoo/test_families.py::test_a_row_is_of_the_forwards_that_it_was_derived_from",),
     ),
     Mutant(
         "the first play of a tape is not compared",

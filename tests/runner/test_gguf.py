@@ -17,7 +17,7 @@ from ditile.model.hooks.placeholders import count_parameter_bytes
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
-from tests.more_families import EVERY as FAMILIES
+from tests.families import EVERY as FAMILIES
 from tests.pool import Pool
 from tests.runner.cases import divided, measure_error, same
 from tests.runner.single_files import write_file

@@ -18,7 +18,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from ditile.runner.weights.quantize import EXCLUDED, list_quantization_records
 from tests import tiny
-from tests.more_families import EVERY
+from tests.families import EVERY
 from tests.pool import Pool
 from tests.runner.cases import MAKE, divided, measure_distance, run, same
 from tests.zoo import ZOO

@@ -9,7 +9,7 @@ from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2
 from diffusers.models.embeddings import ImageProjection, IPAdapterTimeImageProjection, MultiIPAdapterImageProjection
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 
-from tests.more_families import EVERY
+from tests.families import EVERY
 from tests.tiny import arguments, flux, randomise, sd3, vae
 from tests.zoo.entry import NEGATIVE_TEXT, embeds, entry, guided, picture
 from tests.zoo.more_pictures import MASKED, chroma_call, like_flux

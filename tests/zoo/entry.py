@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from tests.more_families import EVERY
+from tests.families import EVERY
 from tests.tiny import quiet, randomise
 
 Call = Callable[[], dict[str, Any]]

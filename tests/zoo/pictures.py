@@ -9,7 +9,7 @@ import diffusers
 import torch
 import transformers
 
-from tests.more_families import EVERY
+from tests.families import EVERY
 from tests.tiny import arguments, flux, randomise, vae
 from tests.zoo import encoders
 from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, embeds, entry, guided, padded_embeds, picture, transformer

@@ -9,15 +9,19 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import diffusers
 import pytest
 from torch import nn
 
-from ditile.model.anatomies import find_anatomy
+from ditile.model.anatomies import compute_source_hash, find_anatomy
 from ditile.model.hooks.block_calls import read_token_grid
-from ditile.plan.errors import DitileError
-from ditile.runner.runner import build_single_runner
+from ditile.plan.errors import DitileError, ModelError
+from ditile.plan.plan import Plan
+from ditile.runner.runner import build_single_runner, parallelize
+from ditile_lab.study.derive import derive_anatomy
 from ditile_lab.study.prove import TOLERANCE, ensure_anatomies
 from ditile_lab.study.record import list_chain, record_blocks
+from tests import tiny
 from tests.pool import CaseError, Pool
 from tests.zoo import ZOO, matrix, modular
 from tests.zoo.derive_table import OTHERS, TABLE, derive_all, derive_rows, prove_calls, prove_rows, record_calls
@@ -163,6 +167,41 @@ def test_what_stages_cannot_share_runs_in_turn(pool: Pool, name: str) -> None:
     plan of `ditile plan` is refused for such a model, or draws something else."""
     row = Row({"pipefusion": 2, "warmup": 1, "warmup_mode": "auto"}, "stale alone", 0.0)
     assert run_rows(pool, name, choose_patches(*_record_first_call(name)), {"auto": row}) == {"auto": ""}
+
+
+def test_a_call_of_another_mode_is_refused() -> None:
+    """Without its cache the model computes text and image anew in each step, in attention calls of other kinds."""
+    entry = ZOO["qwen-image-2.1"]
+    runner = parallelize(tiny.quiet(entry.make()), Plan(patches=3, warmup=1), keep_weights=True)
+    with pytest.raises(ModelError, match="is called with no mode, and known are kv_cache_mode=extract"):
+        runner(**entry.call(), use_kv_cache=False)
+
+
+def test_experts_that_choose_among_all_tokens_are_refused() -> None:
+    """The table has no row for them either, though the forwards of model and block are those of a model without."""
+    transformer, calls = record_calls(ZOO["nucleus-moe"].make(), ZOO["nucleus-moe"])
+    assert find_anatomy(transformer) is None
+    with pytest.raises(ModelError, match=r"transformer_blocks\.0 computes a token from others, and not by torch"):
+        derive_anatomy(transformer, list(calls.values()))
+    before = compute_source_hash(transformer, ["transformer_blocks"])
+    for block in transformer.transformer_blocks:  # type: ignore[union-attr]
+        block.img_mlp = nn.Identity()
+    assert compute_source_hash(transformer, ["transformer_blocks"]) != before
+
+
+class FluxTransformer2DModel(diffusers.FluxTransformer2DModel):
+    """Of the name of a row, with a forward of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_a_row_is_of_the_forwards_that_it_was_derived_from() -> None:
+    """A failure means that a model is divided by what holds for another one of its name."""
+    transformer = tiny.flux().transformer
+    assert find_anatomy(transformer) is not None
+    transformer.__class__ = FluxTransformer2DModel
+    assert find_anatomy(transformer) is None
 
 
 def _record_first_call(name: str) -> tuple[nn.Module, Mapping[str, Any]]:

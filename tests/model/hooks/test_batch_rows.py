@@ -14,8 +14,7 @@ from ditile.model.hooks.batch_rows import BatchDimFinder, join_batch_results, sl
 from ditile.model.hooks.block_calls import read_token_grid
 from ditile.plan.layout import Grid
 from ditile_lab.study.batch_dims import derive_batch_dims
-from tests.families import BATCH, FAMILIES
-from tests.more_families import RUN
+from tests.families import BATCH, FAMILIES, RUN
 
 
 def test_only_what_is_batched_is_cut() -> None:

@@ -9,9 +9,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ditile.distributed.transport import PeerChannel
 from ditile.parallel.pipefusion.shared_warmup import LATENTS
@@ -29,7 +31,7 @@ from tests.parallel.pipefusion.host_programs import (
     write_programs,
 )
 from tests.pool import Pool
-from tests.runner.cases import MAKE, call_of, divided
+from tests.runner.cases import MAKE, call_of, divided, run, same
 from tests.zoo import ZOO
 
 MODES = ("serial", "pipelined", "sequence")
@@ -185,3 +187,29 @@ def test_programs_are_those_of_ranks(pool: Pool, name: str, plan: str, call: dic
         messages = [(action.what, action.message) for action in wanted[stage] if action.message]
         named = [(what, *m[:3]) for what, m in messages if (what, m.sender) != (WAIT, stage)]  # sends end by themselves
         assert seen == [(what, LATENTS if kind == STEPPED else kind, *way) for what, kind, *way in named]
+
+
+WAITS = ("barrier", "send", "recv", "all_gather_object", "broadcast_object_list", "batch_isend_irecv")
+"""Calls of torch.distributed that block, agree on shapes, or pickle."""
+
+
+def forbidden(name: str) -> Any:
+    return mock.Mock(side_effect=AssertionError(f"{name} was called in the middle of a picture"))
+
+
+def without_waiting(name: str, plan: dict[str, Any], waits: tuple[str, ...]) -> None:
+    pipe = MAKE[name]()
+    with divided(pipe, patches=3, **plan) as runner:
+        wanted = run(runner, name)
+        no_waits = mock.patch.multiple(dist, **{wait: forbidden(wait) for wait in waits})
+        with no_waits, mock.patch.multiple(torch.cuda, synchronize=forbidden("synchronize")):
+            same(run(runner, name), wanted)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
+def test_nothing_blocks_but_the_wait_for_a_message(pool: Pool, name: str) -> None:
+    """A failure means that ranks shake hands, pickle, or wait for the whole device. In a hybrid, ranks that gather
+    start all sends and receives at once, and then wait."""
+    pool.run(without_waiting, 2, name, {"pipefusion": 2}, WAITS)
+    pool.run(without_waiting, 4, name, {"pipefusion": 2, "ring": 2}, WAITS[:-1])
