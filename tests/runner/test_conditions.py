@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import io
 import json
 import textwrap
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from ditile.runner.requests.pictures import read_picture, read_picture_texts
 from ditile.runner.requests.pipeline_choice import JOINING, choose_pipeline_class
 from ditile.runner.requests.pipelines import find_output_kind
 from ditile.runner.requests.videos import read_video
+from ditile.serve.api.uploads import decode_upload
 from tests import tiny
 
 SMALL = ("--steps", "2", "--seed", "7", "--threads", "1")
@@ -223,6 +225,22 @@ def test_a_mask_keeps_what_it_does_not_cover(capsys: pytest.CaptureFixture[str])
     )
     assert by_mask == by_clear and by_mask["mask"].startswith("128x128 ") and by_mask["image"] != [by_mask["mask"]]
     assert np.array_equal(np.asarray(read_picture("by-clear.png", "image")), drawn)
+
+
+@pytest.mark.parametrize("name", ["deep.png", "deep.tiff", "deep.pgm"])
+def test_an_image_of_16_bits_keeps_its_grays(name: str, tmp_path: Path) -> None:
+    """Pillow alone would make all but the darkest of them white: in images, in masks, and in uploads too."""
+    grays = np.array([[0, 1, 127], [128, 254, 255]], np.uint16)
+    path = tmp_path / name
+    if name.endswith(".pgm"):
+        path.write_bytes(b"P5 3 2 65535 " + (grays * 257).astype(">u2").tobytes())
+    else:
+        Image.fromarray(grays * 257).save(path)
+    assert np.array_equal(np.asarray(read_picture(path, "image"))[..., 0], grays)
+    assert np.array_equal(np.asarray(read_picture(path, "mask", is_mask=True)), grays)
+    if name.endswith(".png"):
+        upload = decode_upload(path.read_bytes(), "image", 6)
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(upload.png)))[..., 1], grays)
 
 
 @pytest.mark.usefixtures("files")

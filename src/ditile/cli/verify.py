@@ -1,6 +1,6 @@
 """`ditile verify`: checks a plan on this machine by properties required of every plan on every model.
 
-    exact       with warmup = steps the latents of every rank equal those of one rank: bit for bit, or up to rounding
+    exact       if all steps are warmup, the latents of every rank equal those of one device, bit for bit or rounded
     repeatable  two calls under the plan have one result, which is equal on all ranks
     ages        every key that is read is as old as the schedule says
     no waiting  the host waits for the device in no micro-step (CUDA)
@@ -63,8 +63,8 @@ ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 
 """The share of the largest value by which an exact plan may differ: it adds in another order, in every step."""
 
 PipelineFactory = Callable[[Plan | None], Any]
-"""See `run_plan_checks`."""
 ArgumentsFactory = Callable[[Any], CallArguments]
+"""Both are explained in `run_plan_checks`."""
 
 
 def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
@@ -78,7 +78,7 @@ def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
 
 
 def verify_recorded_steps(options: VerifyOptions, plan: Plan, run_on_ranks: Callable[..., Any]) -> PlanVerdict:
-    """Compare recorded steps with code on each axis, or under a plan.
+    """Compare calls of recorded steps with calls that run the code, on each axis or under a plan.
 
     Args:
         run_on_ranks: (name of a function, plan, options, arguments) -> what the first rank returns.
@@ -89,7 +89,7 @@ def verify_recorded_steps(options: VerifyOptions, plan: Plan, run_on_ranks: Call
     cases = import_lab("machine.recorded_cases")
     num_cards = cases.count_cards(options.device)
     name = "ditile.cli.verify.compare_on_rank"
-    findings = cases.compare_plans(plan, num_cards, lambda plan: run_on_ranks(name, plan, options, (options, plan)))
+    findings = cases.compare_plans(plan, num_cards, lambda case: run_on_ranks(name, case, options, (options, case)))
     machine = describe_versions(["cuda"] * num_cards)
     return PlanVerdict(f"{options.model}, recorded or not; {machine}", list(itertools.starmap(Check, findings)))
 
@@ -105,7 +105,10 @@ def compare_on_rank(options: VerifyOptions, plan: Plan) -> Any:
 
 @contextlib.contextmanager
 def _prepare_calls(options: VerifyOptions, plan: Plan) -> Iterator[tuple[PipelineFactory, ArgumentsFactory]]:
-    """Join the ranks, and yield what makes a pipeline and the arguments of a call. Nothing else is printed within."""
+    """Join the ranks, and yield two functions: one makes a pipeline, the other the arguments of its call.
+
+    Until the context ends, what libraries print goes to the standard error.
+    """
     # Libraries print while they load, and the standard output is only for the verdict.
     with contextlib.redirect_stdout(sys.stderr), silence_advice():
         silence_libraries()
@@ -144,15 +147,15 @@ def _prepare_calls(options: VerifyOptions, plan: Plan) -> Iterator[tuple[Pipelin
 
 
 def run_plan_checks(
-    make: PipelineFactory, call: ArgumentsFactory, plan: Plan, steps: int, device: str | None
+    create_pipeline: PipelineFactory, make_arguments: ArgumentsFactory, plan: Plan, steps: int, device: str | None
 ) -> tuple[list[Check], str]:
     """Run all checks of a plan, and describe the machine. Every rank must call it, and gets the same result.
 
     Args:
-        make: (plan) -> the pipeline, the same on every rank, with what this rank needs for the plan; the whole for
-            None.
-        call: (pipeline) -> the arguments of a call that returns tensors, with new generators each time; the first of
-            its results (`images`, `frames`) is compared.
+        create_pipeline: (plan) -> the pipeline, with the parts that this rank needs for the plan, or with all of them
+            for None. Every rank makes the same pipeline.
+        make_arguments: (pipeline) -> the arguments of a call that returns tensors, with new generators each time; the
+            first of its results (`images`, `frames`) is compared.
         steps: the steps of the calls, at least 3.
         device: this rank's; by default its GPU, otherwise the CPU.
     """
@@ -161,18 +164,19 @@ def run_plan_checks(
     with _wait_for_slowest_rank():
         # Only rank 0 has room for a whole model.
         if find_process_rank(plan) == 0:
-            whole = make(None)
+            whole = create_pipeline(None)
             proof = _prove_patches(whole, plan)
-            reference = _compute_reference_latents(whole, call, pick_device(device, find_local_rank()))
+            reference = _compute_reference_latents(whole, make_arguments, pick_device(device, find_local_rank()))
             # The memory of the whole model is needed for this rank's share.
             del whole
+            release_memory()
     # Packed messages are rounded, and no warmup undoes that.
     exact = replace(plan, wire_dtype=None)
     if plan.attends_to_stale_keys:
         # If every step is synchronous, no key is stale.
         exact = replace(exact, warmup=steps)
-    runner = parallelize(make(exact), exact, device)
-    latents = _generate_first_result(runner, call(runner.pipe))
+    runner = parallelize(create_pipeline(exact), exact, device)
+    latents = _generate_first_result(runner, make_arguments(runner.pipe))
     checks = [
         _check_exactness(runner, latents, reference),
         Check("this model may be computed in patches", *gather_json(proof, runner.mesh.everyone)[0]),
@@ -182,16 +186,16 @@ def run_plan_checks(
     release_memory()
     # Now the plan itself runs, with its stale keys. Every read of a key compares its age with the schedule.
     ages = AgeChecks()
-    runner = parallelize(make(plan), plan, device, checks=ages)
-    first = _digest_call_result(runner, call, reference)
+    runner = parallelize(create_pipeline(plan), plan, device, checks=ages)
+    first = _digest_call_result(runner, make_arguments, reference)
     # Tapes grow with each call up to their own limit, which would count as a leak.
     runner.forget_recorded_steps()
     bytes_after_first = _measure_tensor_bytes(runner)
     assert runner.report is not None
     sent = runner.report.sent
-    # The first call rehearses, with more waits and calls of the model than the schedule has.
-    # The arguments are the same, with a new generator of the same seed.
-    digest_second = functools.partial(_digest_call_result, runner, call, reference)
+    # Waits are looked for in the second call. The first one rehearses, which takes more waits, and more calls of the
+    # model than the schedule has.
+    digest_second = functools.partial(_digest_call_result, runner, make_arguments, reference)
     second, sync_check = _check_host_syncs(runner, steps, digest_second)
     runner.forget_recorded_steps()
     checks += [
@@ -240,9 +244,11 @@ def _prove_patches(pipe: Any, plan: Plan) -> tuple[bool | None, str]:
     return difference <= prove.TOLERANCE, says
 
 
-def _digest_call_result(runner: Runner, call: ArgumentsFactory, reference: Tensor | None) -> tuple[str, float]:
+def _digest_call_result(
+    runner: Runner, make_arguments: ArgumentsFactory, reference: Tensor | None
+) -> tuple[str, float]:
     """Return the digest of a call's result, and its difference from the reference, keeping no tensor alive."""
-    latents = _generate_first_result(runner, call(runner.pipe))
+    latents = _generate_first_result(runner, make_arguments(runner.pipe))
     return _hash_latents(latents), _compute_difference(latents, reference)
 
 
@@ -344,7 +350,7 @@ def _check_host_syncs(
     numbers = itertools.count()
 
     def update_sync_mode(*_: Any) -> None:
-        # No warnings after the last call, when the pipeline reads its result.
+        # This runs before each call, so warnings end before the last one: after it the pipeline reads the result.
         mode = "warn" if first <= next(numbers) < last - 1 else "default"
         torch.cuda.set_sync_debug_mode(mode)
 
@@ -372,16 +378,13 @@ def _check_host_syncs(
 # The measurements that the checks compare.
 
 
-def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.device) -> Tensor:
+def _compute_reference_latents(pipe: Any, make_arguments: ArgumentsFactory, device: torch.device) -> Tensor:
     """Compute the latents of the pipeline without any plan. Each call of its model reports progress to `launch`."""
-    # Without it `launch` would take rank 0 for hanging while others wait.
+    # Without these reports `launch` would take rank 0 for hanging while the others wait.
     find_loop_model(pipe).register_forward_pre_hook(lambda *_: env.report_progress())
     pipe.to(device)
     with convert_value_errors(pipe):
-        latents = _generate_first_result(pipe, call(pipe)).cpu()
-    del pipe
-    release_memory()
-    return latents
+        return _generate_first_result(pipe, make_arguments(pipe)).cpu()
 
 
 def _generate_first_result(pipe: Any, call: CallArguments) -> Tensor:
@@ -395,11 +398,12 @@ def _generate_first_result(pipe: Any, call: CallArguments) -> Tensor:
 
 @contextlib.contextmanager
 def _wait_for_slowest_rank() -> Iterator[None]:
-    """At its end all ranks wait for the slowest, however long it takes: rank 0 fetches and runs a whole model."""
+    """Make all ranks wait at the end for the slowest, however long it takes: rank 0 fetches and runs a whole model."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    # Outside the run's private network its ports refuse connections. gloo reports these as errors and retries.
+    # Ranks connect within the run's private network. Outside of it gloo would report refused connections as errors,
+    # and try again.
     with make_groups():
         everyone = backend.make_group_on_one_loop(range(dist.get_world_size()), PEER_TIMEOUT, "gloo")
     try:

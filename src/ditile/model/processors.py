@@ -27,7 +27,7 @@ def defer_projections(
     """Return functions that compute q, k and v of `[B, S, C]` when called.
 
     Args:
-        norms: of each; None if there is none.
+        norms: the norm after each Linear, or None.
         heads: what `unflatten` takes: (number of heads, -1) or (-1, size of a head).
     """
 
@@ -75,7 +75,7 @@ class FluxOverlappedProcessor:
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend, image `[B, S, C]` and text `[B, T, C]` to the same, or the joint sequence to itself.
+        """Return what attention makes of image `[B, S, C]` and text `[B, T, C]`, or of their joint sequence.
 
         Raises:
             ModelError: if the projections are fused.
@@ -108,7 +108,7 @@ class SD3OverlappedProcessor:
     def __call__(
         self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any, **__: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend, image `[B, S, C]` and text `[B, T, C]` to the same, or only image to image."""
+        """Return what attention makes of image `[B, S, C]` and text `[B, T, C]`, or of the image alone."""
         makers = defer_joint_projections(attn, hidden_states, encoder_hidden_states, (attn.heads, -1), "image_first")
         out = self._core.attend_overlapped(makers).flatten(2).to(hidden_states.dtype)
         if encoder_hidden_states is None:
@@ -127,7 +127,7 @@ class PixArtOverlappedProcessor:
         self._core = core
 
     def __call__(self, attn: Attention, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Attend, `[B, S, C]` to `[B, S, C]`; these blocks do not use the stock processor's other arguments."""
+        """Return what attention makes of `[B, S, C]`. PixArt's pipelines give these blocks no other arguments."""
         linears = (attn.to_q, attn.to_k, attn.to_v)
         makers = defer_projections(hidden_states, linears, (None, None, None), (attn.heads, -1))
         attended = self._core.attend_overlapped(makers).to(hidden_states.dtype)

@@ -386,7 +386,7 @@ class OpPricer:
             total = total.combine_loads(self._basis.compute_load(part, tokens), times)
         # Outside of its blocks a forward has all tokens, in the call of each patch. This is negligible in a
         # `CallFamily`: the profiles were fitted to their published latencies without it.
-        end_tokens = tokens if self.job.family.example else tokens.count_all_tokens()
+        end_tokens = tokens if self.job.family.example else tokens.take_all_tokens()
         first_load = self._basis.compute_load(work.first, end_tokens)
         if rank.stage == 0 or is_group:
             total = total.combine_loads(first_load)
@@ -455,7 +455,7 @@ class OpPricer:
             text_keys=keys.text or self._basis.text_tokens,
             heads=rank.heads / self.job.shape.heads,
             split=rank.divisor,
-            share=attended or 1.0,
+            attended=attended or 1.0,
         )
 
     def _add_exchanges(self, part: MicroStepShare, own: DeviceLoad) -> DeviceLoad:

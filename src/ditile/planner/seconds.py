@@ -13,9 +13,12 @@ from ditile.planner.kernel_times import RooflineKernel, Stream, Work, select_str
 from ditile.planner.profile import Link, Profile
 
 MERGING_KERNELS = 9
-"""Kernels that merge two outputs of a ring, beside another call of attention (`merge_attention`)."""
+"""Kernels that `merge_attention` starts for each message of a ring."""
 MERGING_PASSES = {4: 3, 2: 12}
-"""Bytes of a number -> how many outputs they read and write. Half precision is merged in fp32, which counts twice."""
+"""Bytes of a number -> how often merging reads or writes the bytes of an output.
+
+fp32: two reads and a write. Half precision is converted to fp32 before: two reads, and two writes of twice the bytes;
+then it is merged in twice the bytes."""
 
 
 class RankTokens(NamedTuple):
@@ -26,8 +29,8 @@ class RankTokens(NamedTuple):
         image, text: tokens that it computes.
         image_keys, text_keys: tokens that they attend to.
         heads: share of the heads for which it computes attention.
-        split: ranks that split every matrix; of unlike shares, the whole over the share.
-        share: tokens in its attention, over its own tokens: Ulysses has more tokens, with fewer heads.
+        split: ranks that split every matrix; if their shares are uneven, the whole over this rank's share.
+        attended: tokens whose attention it computes, over its own tokens. Under Ulysses these are more, in fewer heads.
     """
 
     batch: int
@@ -37,15 +40,15 @@ class RankTokens(NamedTuple):
     text_keys: int
     heads: float = 1.0
     split: float = 1
-    share: float = 1.0
+    attended: float = 1.0
 
     def count_tokens(self, stream: Stream) -> int:
         """Count the tokens of a stream."""
         return select_stream_length(stream, self.image, self.text)
 
-    def count_all_tokens(self) -> RankTokens:
+    def take_all_tokens(self) -> RankTokens:
         """Return the tokens of a rank that computes all of them, and attends with all heads."""
-        return self._replace(image=self.image_keys, text=self.text_keys, heads=1.0, split=1, share=1.0)
+        return self._replace(image=self.image_keys, text=self.text_keys, heads=1.0, split=1, attended=1.0)
 
     def count_keys(self, stream: Stream) -> int:
         """Count the keys of a stream."""
@@ -93,7 +96,7 @@ class RooflineDevice:
 
     def _compute_attention_seconds(self, kernel: RooflineKernel, tokens: RankTokens) -> float:
         keys = tokens.count_keys(kernel.keys)
-        queries = tokens.count_tokens(kernel.stream) * tokens.share
+        queries = tokens.count_tokens(kernel.stream) * tokens.attended
         channels, head_dim = kernel.size
         # Two products, of queries with keys and with values, each of a multiplication and an addition.
         operations = 4 * tokens.batch * queries * keys * channels * tokens.heads
@@ -102,7 +105,7 @@ class RooflineDevice:
         return operations / rate
 
     def _compute_roofline_seconds(self, kernel: RooflineKernel, rows: int, split: float) -> float:
-        """Compute the seconds of a product with a rank's share of a matrix, or to read numbers once; for some rows."""
+        """Compute the seconds of a kernel for some rows: a product with a rank's share of a matrix, or one pass."""
         profile = self._profile
         if kernel.kind == "matmul":
             k, n = kernel.size
@@ -130,11 +133,13 @@ def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
         if link.gather is None:
             return link.neighbours
         return link.gather
+    # All ranks are on one socket.
     if not 0 < link.socket < n:
         return link.collective
-    # Half of an all-to-all of n ranks crosses the link between two sockets: n^2 / 4 messages, of n - 1 that each sends.
-    crowded = n**2 / 4 / (n - 1) / link.crossing
-    return min(link.collective, 1 / crowded)
+    # Of an all-to-all of n ranks n^2 / 4 messages cross the link between two sockets in each direction. In that time a
+    # rank sends its n - 1 messages.
+    slowdown = n**2 / 4 / (n - 1) / link.crossing
+    return min(link.collective, 1 / slowdown)
 
 
 def compute_exposed_seconds(sending: float, overlap: float, compute: float) -> float:
@@ -172,15 +177,16 @@ def compute_warmup_seconds(blocks: Sequence[WarmupBlock], ahead: int, overlap: f
     One process group sends weights and keys in the order of their start, so a gather of keys waits for earlier weights.
     """
     now = 0.0
-    # The time at which the line is free again, and at which the weights of each block arrive.
-    line = 0.0
+    # The time at which the link is free again.
+    link_free = 0.0
+    # The times at which the weights of each block arrive.
     arrived = []
 
     def start_weights(index: int) -> None:
-        nonlocal now, line
-        line = max(line, now) + blocks[index].weights
+        nonlocal now, link_free
+        link_free = max(link_free, now) + blocks[index].weights
         now += (1 - overlap) * blocks[index].weights
-        arrived.append(line)
+        arrived.append(link_free)
 
     for index in range(min(ahead, len(blocks))):
         start_weights(index)
@@ -189,7 +195,7 @@ def compute_warmup_seconds(blocks: Sequence[WarmupBlock], ahead: int, overlap: f
             start_weights(index + ahead)
         now = max(now, arrived[index]) + block.before
         if block.keys:
-            now = max(line, now) + block.keys
-            line = now
+            now = max(link_free, now) + block.keys
+            link_free = now
         now += block.after
     return now

@@ -200,14 +200,14 @@ class Service:
         return jobs[first : first + limit]
 
     def watch(self, job_id: str) -> AsyncIterator[Job]:
-        """Return the job as it is, and then as news change it, until it or the server ends. A slow watcher misses some.
+        """Yield the job as it is, and after each change, until it or the server ends. A slow watcher misses some.
 
         Raises `JobNotFoundError` if there is no such job.
         """
         return self._find_state(job_id, None).watch()
 
     async def cancel(self, job_id: str, owner: str) -> Job:
-        """End a job, and return it. One that waits ends at once, one that runs within two steps on every rank.
+        """End a job, and return it. A waiting job ends at once, a running one within two steps on every rank.
 
         Raises `JobNotFoundError` if there is none of this owner.
         """
@@ -226,6 +226,7 @@ class Service:
             NotReadyError: if the server is ending, or cannot write.
         """
         await self.cancel(job_id, owner)
+        # The store is closed at the end of the server, which may have begun meanwhile.
         self._check_not_draining()
         try:
             await self._run_on_disk(self._store.remove_jobs, [job_id])
@@ -347,8 +348,9 @@ class Service:
                 state.batch = batch
             self._spawn_task(self._send_batch(batch))
         if len(self._queue) and self._wake_timer is None:
-            is_unloaded = all(replica.state == "asleep" for replica in self._replicas)
-            self._wake_timer = self._loop.call_later(0 if is_unloaded else WAKE_SECONDS, self._wake_replica)
+            # If all sleep, no replica can become free while the jobs wait.
+            pause = 0.0 if all(replica.state == "asleep" for replica in self._replicas) else WAKE_SECONDS
+            self._wake_timer = self._loop.call_later(pause, self._wake_replica)
         self._update_job_counts()
 
     def _wake_replica(self) -> None:
@@ -435,6 +437,7 @@ class Service:
         elif event.kind == "ended":
             if batch.begun is not None:
                 seconds = time.monotonic() - batch.begun
+                # The replicas share the jobs that wait.
                 self._queue.note_seconds(seconds / len(self._replicas), batch.num_jobs)
             failure = Failure(
                 code="internal", message="the ranks finished the batch without a result for this job; send it again"
@@ -477,6 +480,7 @@ class Service:
         name = event.replica.name
         self._failures[name] = event.failure
         self.metrics.count("group_failures", name)
+        # At the first start this says that the model, the plan or an option does not fit. Other errors may be passing.
         if self._facts is None and not isinstance(event.error, RankError):
             self._refusal = event.error
             self._has_started.set()
@@ -494,7 +498,7 @@ class Service:
 
     def _find_failure(self) -> Failure | None:
         """Return why nothing can be generated; None while a replica is ready or may become ready."""
-        # Sleeping replicas have not failed, but they could not generate either.
+        # Sleeping replicas do not count: if all others fail in each start, these would fail too.
         states = {replica.state for replica in self._replicas} - {"asleep"}
         if states != {"failed"}:
             return None
@@ -555,8 +559,10 @@ class Service:
                 job = dataclasses.replace(job, state="failed", failure=failure, result=None, progress=0)
             await self._save_jobs([job])
         state.is_settled = True
+        # No step is under way any more.
         state.publish(dataclasses.replace(job, step=0, num_steps=0))
         if job.has_ended:
+            # What ended without a replica counts as the first one's.
             name = "0" if state.batch is None else state.batch.replica.name
             self.metrics.note_ended_job(job, name)
         self._update_job_counts()
@@ -574,8 +580,8 @@ class Service:
     async def _sweep_results(self) -> None:
         """Remove expired jobs again and again."""
         while True:
+            # A tenth of the time that results are kept, within bounds for very short and very long times.
             pause = self.options.keep_results / 10
-            # A tenth of the time that results are kept, within bounds for very short and very long ones.
             await asyncio.sleep(min(30.0, max(0.05, pause)))
             now = time.time()
             ids = []

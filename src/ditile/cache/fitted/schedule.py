@@ -37,11 +37,11 @@ class StepBudget(BaseModel):
     Attributes:
         computed: the steps that compute, in order.
         weights: for each other step those of the newest and the second newest computed output.
-        predicted_db: the error of the final latents to expect, in dB below their mean square.
-        mean_db, worst_db: PSNR of the images of the calibration captions against those of all steps, as measured; None
-            where it was not.
-        own_mean_db, own_worst_db: the same against the images of the pipeline's own steps; None where the schedule was
-            fitted to these.
+        predicted_db: the expected error of the final latents, in dB below their mean square.
+        mean_db, worst_db: the measured PSNR of the calibration captions' images, against images of all steps; None if
+            it was not measured.
+        own_mean_db, own_worst_db: the same against images of the pipeline's own number of steps; None if the schedule
+            was fitted to that number.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,9 +61,9 @@ class StepBudget(BaseModel):
 
 
 class OwnSteps(BaseModel):
-    """The pipeline's own number of steps, and the PSNR of their images against those of the finer run.
+    """The pipeline's own number of steps, and the PSNR of its images against those of the finer run.
 
-    An image of fewer calls may be closer to the finer run than these are.
+    The schedule may compute fewer steps than that, and still come closer to the finer run.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -97,7 +97,7 @@ class Schedule(BaseModel):
     budgets: Annotated[tuple[StepBudget, ...], Field(min_length=1)]
 
     def __init__(self, **fields: Any) -> None:
-        """Raise `ModelError` if these are not the fields of a schedule, with what is wrong in the first of them."""
+        """Raise `ModelError` if these are not the fields of a schedule. It names the first wrong one and says why."""
         try:
             super().__init__(**fields)
         except ValidationError as error:
@@ -155,8 +155,10 @@ class Schedule(BaseModel):
 
     @checked()
     def select_budget(self, num_computed: int) -> StepBudget:
-        """Return the budget with `num_computed` computed steps. Raises `ModelError`, which lists the budgets there are,
-        if there is none."""
+        """Return the budget with `num_computed` computed steps.
+
+        Raises `ModelError` if there is none. The message lists the budgets.
+        """
         for budget in self.budgets:
             if budget.size == num_computed:
                 return budget
@@ -174,9 +176,9 @@ def read_shipped_schedules() -> Mapping[str, Schedule]:
 
 
 def make_fit_command(model: str, num_steps: int) -> str:
-    """Return the command for fitting a schedule to a call of so many steps, before a strength leaves some out."""
+    """Return the command that fits a schedule to such a call. A strength has not left out any of its steps yet."""
     command = f"ditile fit --model {shlex.quote(model)} --steps {num_steps}"
     if num_steps >= FEWEST_FORECAST_STEPS:
-        # Otherwise it would fit to more steps than this call has.
+        # By default the command fits to a finer run, of more steps than this call has.
         command += f" --reference-steps {num_steps}"
     return f"`{command}` with the options of this call"

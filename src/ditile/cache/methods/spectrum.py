@@ -3,9 +3,9 @@
 For each token and channel the output at step t is h(t) = sum of c_k T_k(2 t / steps - 1), fitted to all computed steps
 by ridge regression. After a warmup, one step is computed in each window, and each window is longer than the last.
 
-Cost: degree + 1 sums the size of the tokens, in float32 at least; two more values where the forecast is mixed with a
-line. Nothing is compared or sent, as every rank knows the schedule and each token is forecast by itself. A window of 1
-that does not grow computes all steps.
+Cost: degree + 1 sums, each as large as the tokens, in float32 at least; two more outputs where the forecast is mixed
+with a line. Nothing is compared or sent, as every rank knows the schedule and each token is forecast by itself. A
+window of 1 that does not grow computes all steps.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ChebyshevCalibratorConfig(Calibration):
     Attributes:
         degree, ridge, share: `m`, `lam` and `w` of `SpectrumConfig`.
 
-    The others are as in `Calibration`, with defaults to forecast what the last block returns, without its text.
+    The others are as in `Calibration`. By default the image tokens that the last block returns are forecast.
     """
 
     # The time of the polynomials goes from -1 to 1 in so many steps.

@@ -39,10 +39,12 @@ class AttentionCore:
 
     Args:
         now: the generation under way.
-        exchange, keys, masks: the parts of this chain, and the source of key masks.
+        exchange: trades tokens for heads, and back.
+        keys: attends to the keys as they come, to stored ones, or in a ring.
+        masks: gathers the masks of the keys.
         kind: the kind of its tokens, as in `ListAnatomy.attention`: one letter, or one for queries and one for keys; or
-            with further keys.
-        turn: shared by layers that must stay in order where they are compiled.
+            with a marker of further keys, which every rank has whole (`FURTHER`).
+        turn: an integer tensor. Layers that share it stay in order where they are compiled (`CustomOp`).
 
     Attributes:
         attend: `(q, k, v, *, mask, scale)`, `[B, S, N, H]` to the same, where S counts the tokens of the current
@@ -113,7 +115,8 @@ class AttentionCore:
         further = None
         if self._further and k.shape[1] > q.shape[1]:
             k, v, mask, further = self._take_further_keys(q, k, v, mask, tokens)
-        # To compute queries of dummies costs less than to leave them out and pad the output afterwards.
+        # Queries of dummies are computed too where nothing forbids it. That costs less than to leave them out and then
+        # to pad the output.
         if tokens.dummies and (tokens.are_none or mask is not None or not self._exchange.takes_dummies):
             q = q[:, tokens.real_tokens]
         if keys.dummies:
@@ -155,6 +158,7 @@ class AttentionCore:
                     f"an attention mask of {mask.shape[-1]} keys came with {own} keys of tokens and {count} others; "
                     "use a plan of data or cfg"
                 )
+            # A whole mask has the keys of the sequence, otherwise it has those of this rank's tokens.
             length = None if is_whole else own
             mask, further_mask = _take_apart(
                 mask, tokens.locate_further_keys(self._further, length), count, mask.ndim - 1
@@ -192,6 +196,7 @@ class AttentionCore:
         if q.shape[2]:  # there may be more ranks than heads
             out = self._keys.attend_to_keys(q, k, v, keys, AttentionOptions(key_padding_mask, scale, further))
         out = self._exchange.exchange_heads_for_tokens(out, tokens, heads)
+        # There are no dummies, or the output has them.
         if out.shape[1] > tokens.rank_lengths[tokens.index] or not tokens.dummies:
             return out
         # The block expects as many tokens as it gave.
@@ -253,12 +258,12 @@ class StaleKeys:
     """PipeFusion: fresh keys of a patch replace its stale ones in the layer's store; the patch attends to the whole.
 
     In a synchronous step nothing is stale; if the next step is asynchronous, its keys are kept (arXiv 2405.14430,
-    section 3.4). Ranks that split the patch along ring or gather gather its fresh keys once, so that all have the same.
+    section 3.4). Ranks that split the patch by ring or gather exchange its fresh keys once, so that all have the same.
 
     Attributes:
         now: the generation under way.
         layer: the layer's name in the model.
-        gather: gathers the fresh keys of all ranks along ring or gather; None if no ranks split the patch so.
+        gather: gathers the fresh keys of the ranks that split a patch by ring or gather; None if none do.
         check: asserts that the ages of the keys are those of the schedule, if given.
     """
 
@@ -287,7 +292,7 @@ class StaleKeys:
                 mask = extra.mask.join_ring_masks()
                 if not extra.mask.covers_sequence:
                     kept_mask = store.write_mask(mask, merge_rank_runs(tokens), now.batch_range, now.batch)
-                    # It is of all keys that a patch attends to.
+                    # A patch attends to all keys, and so needs the mask of all.
                     if patch is not None:
                         mask = kept_mask
             # The keys of a text are all written at once.
@@ -314,7 +319,8 @@ class StaleKeys:
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, tokens.patches)
         ages = now.schedule.compute_key_ages(now.micro_step)
         if not tokens.image:
-            # A text is computed with the first patch of the image.
+            # A text is computed with the first patch of the image. Reference images come before it, and attend to the
+            # text of the step before.
             ages = (int(patch < now.schedule.num_references),) * len(ages)
         check.expect_ages(store, step, ages, f"{self.layer} at {now.micro_step} branch {now.branch}")
 

@@ -48,7 +48,7 @@ class DataCfgBatch:
         batch_dims: finds the batch dimension of each argument of the models, where `inputs` does not give it.
         inputs: the kinds of their arguments, if known.
         keeps_calls: see `Plan.keeps_calls`.
-        has_lone_calls: whether each step has one call, which groups never share with others.
+        has_lone_calls: whether each step makes a single call of the model, so that groups cannot share calls.
 
     Attributes:
         num_images: how many images the pipeline generates.
@@ -126,14 +126,14 @@ class DataCfgBatch:
         """Reset the state for a new generation."""
         self._over = False
         self._by_calls = False
-        self._learning_step = 0  # the last one that shows how calls are used; each is computed as if it were alone
+        self._learning_step = 0  # the last one that shows how predictions are used; until then no call is shared
         self._used_early: Tensor | None = None  # whether the pipeline used a prediction before it arrived
         self._predictions: dict[int, list[Tensor]] = {}
         self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
         self._modes: dict[int, str] = {}  # of each call of the step, when it was last made
         self._changed_steps: set[int] = set()  # in which calls have another mode than in the step before
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
-        self._step_rows: list[int] = []  # the same in the step before
+        self._last_num_branches: list[int] = []  # of each call of the step before
         self._most_branches = 0  # of guidance, in one of the first steps
         self._call_slices: dict[int, list[BatchSlice]] = {}  # of each call that groups share: the rows of each group
         self._deferred = DeferredWork()
@@ -142,11 +142,11 @@ class DataCfgBatch:
         """Return the numbers of the calls that this rank computes in a step."""
         if not self._splits_calls(step):
             return range(calls)
-        own = self._cfg.spread_calls(self._list_call_rows(calls))[self._cfg.index]
+        own = self._cfg.spread_calls(self._list_num_branches(calls))[self._cfg.index]
         return [call for call, branches in enumerate(own) if branches]
 
-    def _list_call_rows(self, calls: int) -> list[int]:
-        """Return the number of branches in each of so many calls of a step, when they were last made."""
+    def _list_num_branches(self, calls: int) -> list[int]:
+        """Return the number of branches in each of the first `calls` calls of a step, when they were last made."""
         return [self._num_branches[call] for call in range(calls)]
 
     def check_prediction(self, prediction: Tensor, sample: Tensor) -> None:
@@ -189,7 +189,7 @@ class DataCfgBatch:
             self._used_early = has_nan & ~model_made_nan | bool(self._deferred.problem)
 
     def check_streams(self, number: int) -> None:
-        """Check that each prediction of the model steps latents, since only those come together.
+        """Check that each prediction of the model is given to a scheduler: only latents that are stepped are gathered.
 
         This runs at the end of an iteration.
 
@@ -202,8 +202,8 @@ class DataCfgBatch:
         predictions = max(map(len, self._predictions.values()), default=0)
         if self._data.size > 1 and number < predictions:
             raise ModelError(
-                f"data={self._data.size}: {type(self._model).__name__} makes {predictions} predictions, and the "
-                f"pipeline steps {number} scheduler(s) with them, whose latents alone come together; use data=1"
+                f"data={self._data.size}: {type(self._model).__name__} makes {predictions} predictions, and only the "
+                f"latents of the {number} scheduler(s) that the pipeline steps are gathered; use data=1"
             )
 
     def view_own_images(self, batch: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class DataCfgBatch:
         if self._modes.setdefault(branch, mode) != mode:
             self._changed_steps.add(step)
         self._modes[branch] = mode
-        # In the first step every rank sees what cannot be repeated.
+        # Every rank computes all calls of the first step, so if one of their uses cannot be repeated, all ranks raise.
         is_learning = self._is_learning
         if not branch:
             self._deferred = DeferredWork()
@@ -291,7 +291,7 @@ class DataCfgBatch:
         slices = self._slice_call(batch_slice)
         is_absent = False
         if slices is None:
-            # Later steps need what all rows of the first one leave behind.
+            # If calls are shared later, each group needs what all rows of this one leave behind, such as keys.
             own_slice = batch_slice if self._by_calls else self._cfg.restrict_to_group(batch_slice)
             self._compute_batch_slice(forward, args, kwargs, own_slice)
             if self._is_last and not self._by_calls:
@@ -320,7 +320,7 @@ class DataCfgBatch:
                     for absent in batch_slice.branches:
                         if absent not in own_slice.branches:
                             fill_piece(grid[absent], piece, torch.nan)
-        # The last call of the step before may be one that all groups compute now.
+        # The last call ends the step even if all groups compute it: calls before it may have been shared.
         if self._is_last and branch + 1 == calls:
             self._complete_calls()
             return False
@@ -335,9 +335,9 @@ class DataCfgBatch:
         branch = now.branch
         step = now.micro_step.step
         if not branch:
-            self._step_rows = self._list_call_rows(now.calls or 0)
+            self._last_num_branches = self._list_num_branches(now.calls or 0)
         if branch == step == 0 and now.calls is None:
-            # A call of fewer rows than groups is computed by all of them if no other call follows.
+            # Groups share calls if one has too few rows for them. A single call is then computed by all.
             self._by_calls = num_branches < self._cfg.size and not self._has_lone_calls
             reason = explain_branch_refusal(self._model) if self._by_calls else None
             if reason:
@@ -371,47 +371,47 @@ class DataCfgBatch:
         """
         now = self._now
         step = now.micro_step.step
-        rows = self._list_call_rows(now.branch)
+        counts = self._list_num_branches(now.branch)
         if self._is_learning:
             self._deferred.end()
         if self._by_calls:
             # Each group must have a branch. Later steps may have fewer, as when guidance ends.
-            branches = len(rows) if self._cfg.keeps_calls else sum(rows)
+            branches = len(counts) if self._cfg.keeps_calls else sum(counts)
             self._most_branches = max(self._most_branches, branches)
-            # Skip-layer guidance begins after the first step.
-            is_known = step == 1 or (step == 0 and sum(rows) == 1)
+            # Without guidance one step shows the most branches. Skip-layer guidance begins after the first step.
+            is_known = step == 1 or (step == 0 and sum(counts) == 1)
             if is_known and self._most_branches < self._cfg.size:
                 splits = (
                     f"cfg={self._cfg.size} splits branches of guidance, and {type(self._model).__name__} was called"
                 )
-                if sum(rows) == 1:
+                if sum(counts) == 1:
                     raise ModelError(
                         f"{splits} once, with one row for each image; raise guidance_scale above 1, give the "
                         "negative_prompt (--negative-prompt) that some pipelines want too, or use cfg=1"
                     )
-                called = f"{splits} {len(rows)} time(s) in a step, with {sum(rows)} branches"
-                if self._most_branches < sum(rows):
+                called = f"{splits} {len(counts)} time(s) in a step, with {sum(counts)} branches"
+                if self._most_branches < sum(counts):
                     called += ", and stages and stale keys keep the calls whole"
                 raise ModelError(f"{called}; use cfg={self._most_branches}")
         elif self._is_learning:
             self._by_calls = not self._deferred.problem and not explain_branch_refusal(self._model)
-        elif now.calls is None and self._cfg.gains_from_calls(rows):
+        elif now.calls is None and self._cfg.gains_from_calls(counts):
             # The next step shows whether predictions can be used before they arrive.
             self._learning_step = step + 1
 
     def _slice_call(self, batch_slice: BatchSlice) -> list[BatchSlice] | None:
-        """Return the rows of each group in this call of the step.
+        """Return the rows of each group in this call of the step; None if the call is not shared.
 
-        None if the call is computed as if it were alone. Every group computes a call that was not like this in the
-        step before.
+        It is not if it had another number of branches in the step before: then every group computes it.
         """
         now = self._now
         branch = now.branch
         if now.calls is None or not self._splits_calls(now.micro_step.step):
             return None
-        if branch >= len(self._step_rows) or self._step_rows[branch] != batch_slice.num_branches:
+        before = self._last_num_branches
+        if branch >= len(before) or before[branch] != batch_slice.num_branches:
             return None
-        groups = self._cfg.spread_calls(self._step_rows)
+        groups = self._cfg.spread_calls(before)
         return [batch_slice._replace(branches=calls[branch]) for calls in groups]
 
     def _complete_calls(self) -> None:
@@ -434,7 +434,7 @@ class DataCfgBatch:
         if position < len(args):
             batch = args[position]
         else:
-            name = next((name for name in (name, "hidden_states", "sample") if name in kwargs), "")
+            name = next((key for key in (name, "hidden_states", "sample") if key in kwargs), "")
             batch = kwargs.get(name)
         kinds = None if self._inputs is None else self._inputs.get(name)
         # A list of one has one row, whatever the model does with longer lists.
@@ -487,7 +487,7 @@ class DataCfgBatch:
     def _change_rows(
         self, args: Sequence[Any], kwargs: dict[str, Any], change: Callable[[Any], Any]
     ) -> tuple[list[Any], dict[str, Any]] | None:
-        """Return a call's arguments with those changed that have rows; None if these are not known.
+        """Change those arguments of a call that have rows, and return all of them. None if it is not known which have.
 
         Args:
             change: takes a tensor `[rows, ...]`, or a list with an item for each row.

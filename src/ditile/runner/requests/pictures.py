@@ -44,30 +44,35 @@ DECODE_ERRORS = (
 
 
 def read_picture(path: str | Path, option: str, *, is_mask: bool = False) -> Image.Image:
-    """Read the image in a file that an option names, upright and in RGB. A mask is in gray, see `convert_mask`.
+    """Read the image in a file that an option names. It is converted by `convert_picture`.
 
     Raises:
         ModelError: if it cannot be read, is cut short, or has more pixels than Pillow decodes.
     """
     try:
         with Image.open(io.BytesIO(files.read_file(path, MAX_PICTURE_BYTES))) as image:
-            # Cameras keep the orientation in the EXIF.
-            upright = ImageOps.exif_transpose(image)
-            if is_mask:
-                return convert_mask(upright)
-            return upright.convert("RGB")
+            return convert_picture(image, is_mask=is_mask)
     except UnidentifiedImageError:
         raise ModelError(f"{option}={str(path)!r} cannot be read as an image: no format that Pillow knows") from None
     except DECODE_ERRORS as error:
         raise ModelError(f"{option}={str(path)!r} cannot be read as an image: {files.describe_error(error)}") from error
 
 
-def convert_mask(image: Image.Image) -> Image.Image:
-    """Convert a mask to gray, white where the image is generated again. That is where an alpha channel is
-    transparent."""
-    if "A" in image.getbands() or "transparency" in image.info:
-        return ImageOps.invert(image.convert("RGBA").getchannel("A"))
-    return image.convert("L")
+def convert_picture(image: Image.Image, *, is_mask: bool) -> Image.Image:
+    """Convert an image to upright RGB, or a mask to upright gray.
+
+    A mask is white where the image is generated again: where it was white, or its alpha channel transparent.
+    """
+    # Cameras keep the orientation in the EXIF.
+    upright = ImageOps.exif_transpose(image)
+    # Of 16 bits Pillow keeps numbers up to 255 and makes all others white. Their high byte is the 8-bit image.
+    if upright.mode.startswith("I"):
+        upright = upright.point(lambda value: value / 256)
+    if not is_mask:
+        return upright.convert("RGB")
+    if "A" in upright.getbands() or "transparency" in upright.info:
+        return ImageOps.invert(upright.convert("RGBA").getchannel("A"))
+    return upright.convert("L")
 
 
 def encode_png(image: Image.Image, texts: Mapping[str, str]) -> bytes:

@@ -42,7 +42,7 @@ def find_model_output(model: str, *, check_packages: bool = False) -> OutputKind
         check_packages: whether to refuse a model whose class needs a package that is not installed.
 
     Raises:
-        ModelError: if its class is known to return something else.
+        ModelError: if its class is known to return neither images nor videos nor sounds.
     """
     known = find_known_model(model)
     if known is not None and known.hub_id is None:
@@ -64,7 +64,7 @@ def find_output_kind(pipeline: Any) -> OutputKind:
         pipeline: the class, or a modular pipeline; None if it is not known.
 
     Raises:
-        ModelError: if it is known to return something else.
+        ModelError: if it is known to return neither images nor videos nor sounds.
     """
     if pipeline is None:
         return "image"
@@ -99,7 +99,7 @@ def name_pipeline(pipeline: Any) -> str:
 
 def check_prompt_cleaner(pipeline: Any) -> None:
     """Raise `ModelError` if a class cleans prompts by ftfy, which is not installed. Its call would fail."""
-    # A module that asks `is_ftfy_available` can do without it.
+    # Code that asks `is_ftfy_available` can do without ftfy. It is found by the names that the function uses.
     clean = getattr(sys.modules.get(getattr(pipeline, "__module__", "")), "basic_clean", None)
     names = getattr(getattr(clean, "__code__", None), "co_names", ())
     if pipeline is None or "ftfy" not in names or "is_ftfy_available" in names:

@@ -1,11 +1,11 @@
 """The keys of a LoRA: those loaded by this rank, and those without a layer in the pipeline.
 
 diffusers converts the names of kohya, ComfyUI and other trainers to its own, and silently drops the rest: layers
-missing in the model, components missing in the pipeline, unknown kinds of numbers. Those keys are named in the log, and
+missing in the model, components missing in the pipeline, unknown kinds of factors. Those keys are named in the log, and
 a LoRA without any other keys is refused. All ranks find the same, even with different blocks: layers of other ranks are
 looked up in the model's structure.
 
-diffusers finds the config of an adapter (its default alpha and rank, the layers with others, DoRA, biases) from all
+diffusers finds the config of an adapter (its default alpha and rank, those of other layers, DoRA, biases) from all
 keys that it gets. A rank gives it the keys of its own blocks, so the config is found from the whole file here, by the
 same functions, and handed over as if the file had said it.
 """
@@ -45,7 +45,7 @@ PEFT_FACTORS = {".lora_A.": ".lora_down.", ".lora_B.": ".lora_up."}
 NEVER_APPLIED = (".dora_scale", ".diff", ".w_norm", ".b_norm", ".set_weight", "hada_w1_a", "hada_w1_b")
 """Ends of keys that are not LoRA factors. The converters of diffusers leave them out."""
 CONTROL_DEPTH = 3
-"""Points in `transformer.x_embedder.lora_A.weight`."""
+"""Dots in the key of a layer outside of the blocks, such as `transformer.x_embedder.lora_A.weight`."""
 TEXT_PREFIXES = ("lora_te", "text_encoder")
 """Beginnings of keys of text encoders, as trainers write them."""
 TEXT_LAYERS = (".q_proj", ".k_proj", ".v_proj", ".out_proj", ".fc1", ".fc2")
@@ -79,6 +79,7 @@ class LoraKeyFilter:
     ) -> None:
         self._read = pipe.lora_state_dict
         self._pipeline = type(pipe).__name__
+        # Such a pipeline joins an image for control to its latents. A ControlNet is another model.
         self._takes_control = "Control" in self._pipeline and "controlnet" not in pipe.components
         self._parts = parts
         self._shares = shares
@@ -134,7 +135,7 @@ class LoraKeyFilter:
         return local, *({} for _ in alphas), metadata
 
     def _select_applied_keys(self, loaded_state: Any) -> LoraState:
-        state: LoraState = loaded_state[0] if isinstance(loaded_state, tuple) else loaded_state
+        state: LoraState = loaded_state[0]
         return {key: value for key, value in state.items() if self._is_applied(key, state)}
 
     def _is_applied(self, key: str, state: LoraState) -> bool:
@@ -181,7 +182,7 @@ class LoraKeyFilter:
             parameter = getattr(layer, key.rpartition(".")[2], None)
             if not isinstance(parameter, nn.Parameter):
                 return ""
-            # diffusers overwrites it, for the calls without this LoRA too.
+            # diffusers overwrites it, for the calls without this LoRA too. Pipelines for control keep the old norms.
             if not self._takes_control:
                 return "replaces a weight of the model, which no scale reaches and which would stay for other calls"
             if shape != list(parameter.shape):
@@ -232,7 +233,7 @@ class LoraKeyFilter:
             metadata: the configs of all components in the file.
 
         Raises:
-            ModelError: if nothing is a factor, or ranks hold shares of a layer, and the adapter is not a sum of two.
+            ModelError: if nothing is a factor, or this rank holds shares of layers and the adapter is DoRA or LoKr.
         """
         part = self._parts[component]
         factors = {}
@@ -259,7 +260,7 @@ class LoraKeyFilter:
             factors, ranks = _measure_ranks(part, factors, is_text=is_text)
             config = peft_utils._create_lora_config(factors, own_alphas, own_metadata, ranks, is_unet=not is_text)
         is_lora = config.peft_type == "LORA"
-        if component in self._shares and not (is_lora and not config.use_dora):
+        if component in self._shares and (not is_lora or config.use_dora):
             raise ModelError(
                 f"lora={self._label!r} is a {'DoRA' if is_lora else config.peft_type.value}, and tensor parallelism "
                 "cuts plain LoRAs only; fuse it into the weights before parallelize"
@@ -268,7 +269,7 @@ class LoraKeyFilter:
 
     def _check_layers_are_alike(self, factors: LoraState) -> None:
         """Raise `ModelError` if a layer lacks a bias or a magnitude and others have it. peft would leave it empty."""
-        layers = {key.partition(".lora_B.weight")[0] for key in factors if key.endswith(".lora_B.weight")}
+        layers = {key.removesuffix(".lora_B.weight") for key in factors if key.endswith(".lora_B.weight")}
         for leaf in (".lora_B.bias", ".lora_magnitude_vector"):
             having = {key.partition(leaf)[0] for key in factors if leaf in key}
             lacking = layers - having
@@ -296,7 +297,8 @@ class LoraKeyFilter:
                 f"{_name_keys(file_keys or [*state])}; take one that was trained for this model"
             )
         unapplied = sorted(state.keys() - applied.keys())
-        # Keys of the file that a converter dropped.
+        # Keys of the file that a converter dropped. Others it renamed, so a key is told by its kind: those of text
+        # encoders were dropped if no key of one is left, and those of T5 always are.
         has_text = any(key.startswith(TEXT_PREFIXES) for key in state)
         has_bias = any(key.endswith(".lora_B.bias") for key in state)
         for key in file_keys:
@@ -334,7 +336,7 @@ def _measure_ranks(part: nn.Module, factors: LoraState, *, is_text: bool) -> tup
     if "lora_A" not in next(iter(factors)):
         factors = convert_unet_state_dict_to_peft(factors)
     for key, value in factors.items():
-        # Biases have one dimension. peft takes everything after this sign for the whole name.
+        # Biases have one dimension. After ^ peft takes the key for the whole name of a layer, not for its end.
         if "lora_B" in key and value.ndim > 1:
             ranks[f"^{key}"] = value.shape[1]
     return factors, ranks

@@ -74,13 +74,13 @@ ACTIVATION_SCALES = ("scale_input", "input_scale")
 FP8_MARK = "scaled_fp8"
 """An empty tensor that marks scaled weights in ComfyUI's first files."""
 FORMAT = "comfy_quant"
-"""A tensor of JSON, by which its later ones say how the weight beside it is stored, if their header does not."""
+"""A tensor of JSON: in ComfyUI's later files it says how the weight beside it is stored, if the header does not."""
 MOST_IN_FORMAT = 4096
 """Bytes of it that are read."""
 FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 """The beginnings of ComfyUI's names for formats of fp8 with scales."""
 SCALED_BLOCK = 128
-"""Rows and columns of the blocks of a weight that does not divide into them evenly."""
+"""Rows or columns of a block with one scale. The last block of a weight may be smaller."""
 COMPONENT_NAMES = {
     "text_encoder": r"(.*\.)?(shared|embed_tokens|token_embedding|token_embd)\.weight",
     "vae": r"((first_stage_model|vae)\.)?decoder\..*",
@@ -168,8 +168,7 @@ class FileTensor(Tensor):
         return stored
 
     def replay_operations(self, read: Callable[[FileTensor], Tensor]) -> Tensor:
-        """Make the tensor from the values read for those of the file. It is a view of them, unless parts of it are
-        joined."""
+        """Make the tensor from the file's, whose values `read` returns: a view of them, unless parts are joined."""
         if self.operation is None:
             return read(self)
         function, args, kwargs, place = self.operation
@@ -216,8 +215,8 @@ class SingleFile:
         """Read the names and shapes of a file's tensors.
 
         Raises:
-            LoadError: if it is cut short, or no such file, or a weight in integers has no scale, or one in fp8 has
-                none and others have.
+            LoadError: if there is no such file, or it is cut short, or scales are missing: of a weight in integers, or
+                of one in fp8 while others have them.
             ModelError: if it is one of GGUF, and the extra is not installed.
         """
         if check_model_file(path) == GGUF:
@@ -233,6 +232,7 @@ class SingleFile:
             stored_checkpoint = Checkpoint(dict.fromkeys(opened.keys(), path.name), lambda _: path)
             prequantized = PrequantizedCheckpoint.recognize(stored_checkpoint, path)
             open_file = open_tensors if prequantized is None else prequantized.open_file
+            # What a quantizer divided into several tensors is one tensor here.
             with open_file(path) as grouped:
                 tensors = {}
                 for name in grouped.offset_keys():
@@ -251,7 +251,7 @@ class SingleFile:
     def _refuse_lost_scales(self) -> None:
         """Raise `LoadError` for a matrix in integers without a scale, or in fp8 where others have one.
 
-        Of fp8 ComfyUI takes a missing scale for 1. Its own files have no such weights: tensors without a scale there
+        ComfyUI takes a missing scale of fp8 for 1. Its own files have no such weights: tensors without a scale there
         (norms, biases, embeddings) have 16 or 32 bits. So the scale was lost if others have one or the file promises
         it, and numbers without it are wrong by factors of hundreds.
         """
@@ -322,7 +322,7 @@ class SingleFile:
         tensors = self.own_tensors
         unused: set[str] = set()
         missing = model_tensors.keys() - tensors.keys()
-        # Names of diffusers need no conversion, even if a few are missing, or if there are no others.
+        # The names are diffusers' own, which need no conversion, unless many are missing and there are others instead.
         if len(missing) > MOST_MISSING * len(model_tensors) and tensors.keys() - model_tensors.keys():
             if self.prequantized is not None:
                 raise LoadError(
@@ -373,7 +373,7 @@ class SingleFile:
                 f"{self.path} lacks {len(missing)} weight(s) of a {class_name}, such as {min(missing)}; it has "
                 f"{min(self.tensors, default='none')}"
             )
-        # Such as the scales of fp8 weights. Without them the weights mean nothing.
+        # They may be scales, without which the weights would be wrong.
         unknown = unused | (tensors.keys() - model_tensors.keys())
         if unknown:
             example = min(unknown)
@@ -392,7 +392,7 @@ class SingleFile:
                     f"{self.path}: weight {name} has the shape {list(own_shape)}, and the config says {list(shape)}"
                 )
             for stored in tensors[name].list_stored():
-                # Rows of one tensor can be rotated back together, and only whole.
+                # Integers are rotated back by whole rows, so a weight may have some rows of a tensor, but no parts.
                 is_part = isinstance(stored.form, IntegerFormat) and stored.shape[-1] != tensors[name].shape[-1]
                 if is_part or stored.form != tensors[name].form:
                     raise LoadError(
@@ -455,10 +455,10 @@ class ConvertedFile:
         )
 
     def list_row_blocks(self, size: int = 1) -> dict[str, RowBlocks]:
-        """Return the blocks for cutting quantized weights along a tensor axis of a size.
+        """Return the blocks between which a tensor axis of a size cuts quantized weights.
 
         Raises:
-            PlanError: if they are not cut.
+            PlanError: if it cannot cut them.
         """
         if self.file.prequantized is not None:
             return self.file.prequantized.list_row_blocks(self.tensors, size)
@@ -565,6 +565,7 @@ class ConvertedTensor:
             from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor
 
             return dequantize_gguf_tensor(content)[index]  # type: ignore[no-any-return]
+        # An index counts numbers, and a block of GGUF has more numbers than bytes.
         if isinstance(index, tuple) and len(index) == content.ndim:
             dim = content.ndim - 1
             start = locate_number(content, dim, index[-1].start)
@@ -594,14 +595,15 @@ class IntegerTensor(ConvertedTensor):
         stored = form.unpack_integers(self.tensor.replay_operations(self.read_stored))
         scales = self.tensor.replay_operations(self._read_scales)[:, :1]
         weight = ConvRotInt8(stored, scales.float().contiguous(), [1, form.group_size], dtype)
-        return take_pieces(weight, *(cut or TensorCut(0, (slice(0, len(stored)),))))
+        whole = TensorCut(0, (slice(0, len(stored)),))
+        return take_pieces(weight, *(cut or whole))
 
 
 def _attach_scales(path: Path, tensors: FileTensors, opened: OpenedTensors) -> FileTensors:
     """Attach the scales in an open file to its quantized weights, and return the tensors without them.
 
     Raises:
-        LoadError: if a weight has two scales, or one of another shape or of which no number can be multiplied.
+        LoadError: if a weight has two scales, or a scale is negative or not finite, or its shape does not fit.
     """
     others = {}
     for name, tensor in tensors.items():
@@ -631,7 +633,7 @@ def _attach_scales(path: Path, tensors: FileTensors, opened: OpenedTensors) -> F
 
 
 def _spread_scale(scale: FileTensor, shape: Sequence[int]) -> Any:
-    """Repeat a weight's scale for each of its numbers, in a view except for blocks. None if it cannot be its scale.
+    """Expand a scale to the shape of its weight; None if it does not fit. It is a view, except for scales of blocks.
 
     Files have one as [] or [1], one for each row as [rows] or [rows, 1], for blocks of rows and columns as [n, m], and
     for blocks within rows as [rows, m, 1].
@@ -646,6 +648,7 @@ def _spread_scale(scale: FileTensor, shape: Sequence[int]) -> Any:
     for dim, (count, size) in enumerate(zip(counts, shape, strict=True)):
         if count in (1, size):
             continue
+        # Blocks of the usual size are tried first, and otherwise blocks that are equal.
         block = SCALED_BLOCK
         if count != -(-size // block):
             block, rest = divmod(size, count)
@@ -696,12 +699,15 @@ def _attach_formats(path: Path, tensors: FileTensors, opened: OpenedTensors, hea
 def _list_settings(
     path: Path, tensors: FileTensors, opened: OpenedTensors, header: str
 ) -> list[tuple[str, str, WeightSettings]]:
-    """List modules, where the file says how their weights are stored, and what it says: the header or tensors do.
+    """List what the file says of how weights are stored: the module, where it says so, and the settings.
+
+    It says so in its header, or in tensors beside the weights.
 
     Raises:
         LoadError: if it is not JSON as ComfyUI writes it.
     """
     listed = []
+    # Where the settings are, for the error below too.
     place = "its header"
     try:
         for module, settings in FileSettings.model_validate_json(header).layers.items():
@@ -732,7 +738,7 @@ def find_base_models(path: Path) -> list[str]:
     if component != TRANSFORMER:
         flag = f"--component {component}={shlex.quote(str(path))}"
         raise LoadError(f"{path} has no transformer; give --model FOLDER {flag}")
-    # diffusers guesses a file's model.
+    # diffusers guesses a file's model. Where it sets no type for a file, it raises a `NameError`.
     inferred = None
     with suppress(*CONVERSION_ERRORS, NameError):
         kind = infer_diffusers_model_type(dict(file.tensors) | file.own_tensors)
@@ -766,8 +772,7 @@ def find_base_models(path: Path) -> list[str]:
 
 
 def _shares_names(file: SingleFile, model: KnownModel) -> bool:
-    """Return whether a file has most names of a published model's transformer. It is built with one block of each
-    kind."""
+    """Return whether a file has most names of a published model's transformer, with one block of each kind."""
     model_class = getattr(diffusers, model.transformer)
     config = model.folder / CONFIG
     values = read_json_object(config)

@@ -15,12 +15,12 @@ from typing import Any, Literal, NoReturn
 from urllib.parse import parse_qsl
 
 from fastapi import Request as HttpRequest
-from PIL import Image, ImageOps
+from PIL import Image
 from python_multipart.multipart import File, FormParser, parse_options_header
 from starlette.datastructures import Headers
 
 from ditile.plan.option_classes import JsonObject
-from ditile.runner.requests.pictures import DECODE_ERRORS, convert_mask
+from ditile.runner.requests.pictures import DECODE_ERRORS, convert_picture
 from ditile.serve.api.answers import RequestError
 from ditile.serve.jobs import shorten_line
 
@@ -42,7 +42,7 @@ _LORA_FIELD = re.compile(r"lora\[([^\[\]]+)\]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Body:
-    """A request's body: field -> value (in a form all are texts), and apart from them its images and masks as sent."""
+    """A request's body: its fields (in a form every value is a text), and its images and masks as they were sent."""
 
     values: JsonObject = field(default_factory=dict)
     images: list[bytes] = field(default_factory=list)
@@ -66,7 +66,7 @@ def read_media_type(headers: Headers) -> str:
 async def read_body(http: HttpRequest) -> Body:
     """Return the body of a request, sent as JSON or a form.
 
-    Raises `RequestError` if it is neither, or an image is an address, or not base64.
+    Raises `RequestError` if it is neither, or if an image is the URL of another server, or not base64.
     """
     # Bodies have tens of MB, and parsing them would block the event loop.
     return await asyncio.to_thread(parse_body, await http.body(), http.headers)
@@ -77,8 +77,8 @@ def parse_body(content: bytes, headers: Headers) -> Body:
     media_type = read_media_type(headers)
     is_multipart = media_type == MULTIPART
     # curl labels its data as a form by default, even if it is JSON.
-    is_form = media_type == URLENCODED and not content.lstrip().startswith(b"{")
-    if not is_multipart and not is_form:
+    is_urlencoded = media_type == URLENCODED and not content.lstrip().startswith(b"{")
+    if not is_multipart and not is_urlencoded:
         return take_images(parse_json_object(content))
     try:
         fields: Sequence[tuple[str, str | bytes]]
@@ -96,6 +96,7 @@ def parse_body(content: bytes, headers: Headers) -> Body:
             values.setdefault(name, []).append(value)
         elif isinstance(value, bytes):
             raise RequestError(f"{name[:40]!r} is a file; send images as image or mask", param=name[:40])
+        # After a plain `lora`, which is a text, lora[style] stays a field of its own, and no request has such a field.
         elif lora is not None and isinstance(values.setdefault("lora", {}), dict):
             values["lora"][lora[1]] = value
         else:
@@ -113,7 +114,7 @@ def parse_json_object(content: bytes) -> JsonObject:
     if num_values > MAX_VALUES:
         raise RequestError(f"the JSON has more than {MAX_VALUES} values; send fewer", code="bad_json")
     try:
-        # Python refuses to read thousands of digits. 400 of them are beyond every limit already.
+        # Python refuses to read thousands of digits. The first 400 make a number that the field's own limit refuses.
         values = json.loads(
             content,
             parse_constant=_refuse_constant,
@@ -182,6 +183,7 @@ async def decode_uploads(body: Body, max_pixels: int, max_images: int) -> tuple[
         RequestError: if one is not an image, or is too large, or the mask and the image differ in size.
     """
     # Checked before decoding, since each image may have the allowed number of pixels.
+    # One image is taken even for a model that starts from none, and the model's facts then refuse it by name.
     most = max(1, max_images)
     count = len(body.images)
     if count > most:
@@ -222,8 +224,7 @@ def decode_upload(content: bytes, param: Literal["image", "mask"], max_pixels: i
                     param=param,
                 )
             image.load()
-            upright = ImageOps.exif_transpose(image)
-            decoded = convert_mask(upright) if param == "mask" else upright.convert("RGB")
+            decoded = convert_picture(image, is_mask=param == "mask")
     except DECODE_ERRORS:
         raise RequestError(
             f"{param} cannot be read as an image; send a whole file of {', '.join(FORMATS)}", param=param
@@ -236,7 +237,7 @@ def decode_upload(content: bytes, param: Literal["image", "mask"], max_pixels: i
 
 
 def convert_png(png: bytes, output_format: str, compression: int) -> bytes:
-    """Convert a PNG of this server to another image format. Other formats than JPEG and WebP leave it."""
+    """Convert a PNG of this server to JPEG or WebP. For any other format it is returned as it is."""
     if output_format not in ("jpeg", "webp"):
         return png
     encoded = io.BytesIO()
