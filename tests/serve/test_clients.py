@@ -57,21 +57,28 @@ def test_a_picture_is_that_of_the_command(name: str, request: pytest.FixtureRequ
 
 
 def test_a_request_says_how_many_steps_compute(flux_server: RunningServer, tmp_path: Path) -> None:
-    """As the command with the same cache; the next request has the server's own settings again."""
-    out = tmp_path / "expected.png"
-    words = ["generate", PROMPT, *COMMANDS["flux_server"], "--seed", "7"]
-    assert main.main([*words, "--cache-line", "steps=8", "--out", str(out)]) == 0
+    """As the command with the same cache and steps; the next request has the server's own settings again.
+
+    Where no steps are given, the server takes the model's 20, and the command the 48 of the finer run.
+    """
+    words = ["generate", PROMPT, *COMMANDS["flux_server"], "--seed", "7", "--cache-line", "steps=8"]
     body = {"prompt": PROMPT, "seed": 7}
 
-    def post(**bounds: float) -> Image.Image:
-        answer = client.post("/v1/images/generations", json=body | bounds)
+    def post(**fields: float) -> Image.Image:
+        answer = client.post("/v1/images/generations", json=body | fields)
         return open_picture(answer.json()["data"][0]["b64_json"])
 
     with flux_server.client() as client:
         plain = post().tobytes()
-        fewer = post(computed_steps=8)
-        assert fewer.tobytes() == Image.open(out).tobytes() != plain
-        assert json.loads(fewer.info["promise"]) == {"computed_steps": 8}
+        drawn = {plain}
+        for flags, fields in ((["--steps", "20"], {}), ([], {"num_inference_steps": 48})):
+            out = tmp_path / f"{len(drawn)}.png"
+            assert main.main([*words, *flags, "--out", str(out)]) == 0
+            fewer = post(computed_steps=8, **fields)
+            assert fewer.tobytes() == Image.open(out).tobytes()
+            assert json.loads(fewer.info["promise"]) == {"computed_steps": 8}
+            drawn.add(fewer.tobytes())
+        assert len(drawn) == 3
         assert post().tobytes() == plain
         refusal = client.post("/v1/images/generations", json=body | {"min_psnr": 40})
         assert "not what stale keys of 'pipefusion=2' lose" in refusal.json()["error"]["message"]
