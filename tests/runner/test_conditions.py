@@ -243,6 +243,13 @@ def test_an_image_of_16_bits_keeps_its_grays(name: str, tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(upload.png)))[..., 1], grays)
 
 
+def test_an_image_of_floats_is_refused(tmp_path: Path) -> None:
+    """Numbers from 0 to 1 would all be black."""
+    Image.new("F", (2, 2), 0.5).save(tmp_path / "deep.tiff")
+    with pytest.raises(ModelError, match="floating-point; save it with 8 or 16 bits"):
+        read_picture(tmp_path / "deep.tiff", "image")
+
+
 @pytest.mark.usefixtures("files")
 def test_a_controlnet_from_a_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It changes the picture, and is refused where it is of another family or no ControlNet."""

@@ -37,6 +37,7 @@ from ditile.serve.link import Batch, Message, WorkerSetup
 from ditile.serve.options import ServeOptions
 from ditile.serve.replica import Replica, ReplicaEvent
 from ditile.serve.service import Service
+from ditile.serve.store import JobStore
 from tests.serve.servers import read_metric
 
 PLAIN = dict.fromkeys(["prompt", "num_inference_steps", "height", "width"])
@@ -321,6 +322,25 @@ async def test_a_slow_watcher_holds_the_newest_events_alone(tmp_path: Path) -> N
         assert len(events) <= MAX_NEWS
         assert [event.preview_index for event in events[-3:-1]] == [99, 100]
         assert events[-1].state == "done"
+
+
+async def test_inputs_that_are_read_for_longer_than_an_ending_server_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their batch is given up once, and what reads them raises nothing when it goes on."""
+    monkeypatch.setattr(service_module, "STOP_SECONDS", 0.01)
+    goes_on = threading.Event()
+    read = JobStore.read_inputs
+    monkeypatch.setattr(JobStore, "read_inputs", lambda *args: goes_on.wait(60) and read(*args))
+    async with serve(tmp_path) as served:
+        service = served.service
+        await served.submit(image=("image",), strength=0.5)
+        sending = set(service._tasks)
+        draining = asyncio.create_task(service.drain(0))
+        await served.run_until(lambda: service._end is not None and not service._batches)
+        goes_on.set()
+        await draining
+        assert sending and not any(task.exception() for task in sending)
 
 
 async def test_what_a_server_that_ends_leaves_to_the_next(tmp_path: Path) -> None:

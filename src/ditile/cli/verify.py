@@ -392,8 +392,7 @@ def _generate_first_result(pipe: Any, call: CallArguments) -> Tensor:
     results = pipe(**call)
     if isinstance(results, dict):
         results = list(results.values())
-    first: Tensor = results[0]
-    return first
+    return results[0]  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

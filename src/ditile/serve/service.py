@@ -404,7 +404,8 @@ class Service:
 
     def _release_batch(self, batch: RunningBatch) -> None:
         """Free the replica of a batch for the next one."""
-        del self._batches[batch.replica.name]
+        # It was given up already if its inputs were read for longer than the ending server waits.
+        self._batches.pop(batch.replica.name, None)
         self._batch_released.set()
         self._dispatch_batches()
 

@@ -62,9 +62,14 @@ def convert_picture(image: Image.Image, *, is_mask: bool) -> Image.Image:
     """Convert an image to upright RGB, or a mask to upright gray.
 
     A mask is white where the image is generated again: where it was white, or its alpha channel transparent.
+
+    Raises:
+        ValueError: if its numbers are floating-point, for which files do not say what is white.
     """
     # Cameras keep the orientation in the EXIF.
     upright = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise ValueError("its numbers are floating-point; save it with 8 or 16 bits")
     # Of 16 bits Pillow keeps numbers up to 255 and makes all others white. Their high byte is the 8-bit image.
     if upright.mode.startswith("I"):
         upright = upright.point(lambda value: value / 256)

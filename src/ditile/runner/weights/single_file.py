@@ -790,8 +790,7 @@ def _shares_names(file: SingleFile, model: KnownModel) -> bool:
 
 def _list_published(class_name: str) -> list[KnownModel]:
     """List the published models with a transformer of a class."""
-    published = [model for model in list_known_models() if model.hub_id]
-    return [model for model in published if model.transformer == class_name]
+    return [model for model in list_known_models() if model.hub_id and model.transformer == class_name]
 
 
 def _read_model_tensors(

@@ -197,12 +197,11 @@ async def decode_uploads(body: Body, max_pixels: int, max_images: int) -> tuple[
         raise RequestError("mask needs an image; add image", param="mask")
     if len(body.masks) > 1:
         raise RequestError("there are several masks; send one", param="mask")
-    width = images[0].width
-    height = images[0].height
+    image = images[0]
     mask = await asyncio.to_thread(decode_upload, body.masks[0], "mask", max_pixels)
-    if (mask.width, mask.height) != (width, height):
+    if (mask.width, mask.height) != (image.width, image.height):
         raise RequestError(
-            f"mask is {mask.width}x{mask.height}, the image {width}x{height}; send both in one size",
+            f"mask is {mask.width}x{mask.height}, the image {image.width}x{image.height}; send both in one size",
             status=422,
             param="mask",
         )
