@@ -241,7 +241,7 @@ def test_a_model_with_an_odd_number_of_heads_is_proven_by_more_ranks() -> None:
     anatomy = find_anatomy(odd)
     assert anatomy is not None
     table = derive_tensor_cuts(odd, replace(anatomy, tensor={}), call).tensor
-    assert table == anatomy.tensor
+    assert {name: cut[0] for name, cut in table.items()} == anatomy.tensor
     with pytest.raises(PlanError, match="tensor=2 does not divide the 3 heads of transformer_blocks.0.attn1; try 1, 3"):
         match_cuts(odd, table)
 
