@@ -19,7 +19,7 @@ from torch import nn
 from ditile.model.block_table import find_diffusers_class, read_columns, read_transformer_table
 from ditile.model.call_families import FAMILIES
 from ditile.model.known import ASSETS
-from ditile.model.registry import name_family
+from ditile.model.support import name_family
 from ditile.parallel.vae.parallel_vae import PROVEN
 from ditile.plan.errors import ModelError
 from ditile.plan.shape import CallFamily

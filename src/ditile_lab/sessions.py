@@ -23,7 +23,7 @@ from ditile.distributed import cpus, env
 from ditile.distributed.backend import synchronize
 from ditile.distributed.mesh import Communicators
 from ditile.distributed.trace import GenerationTrace
-from ditile.model.registry import find_loop_model
+from ditile.model.support import find_loop_model
 from ditile.plan.option_classes import drop_missing
 from ditile.plan.plan import Plan
 from ditile.plan.version import __version__

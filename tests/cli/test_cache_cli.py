@@ -1,4 +1,4 @@
-"""`ditile generate` with caches, LoRAs and few bits, on a tiny FLUX of five blocks in a folder, and what its flags mean.
+"""`ditile generate` with caches, LoRAs and few bits, on a tiny FLUX of five blocks, and what its flags mean.
 
 A failure would mean that a flag is accepted and does nothing, or that nobody is told what was left out.
 """

@@ -41,7 +41,7 @@ from ditile.distributed.torchrun import join_torchrun
 from ditile.distributed.transport import gather_json, is_on_gpu
 from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.pipeline_calls import is_modular
-from ditile.model.registry import find_loop_model
+from ditile.model.support import find_loop_model
 from ditile.plan import cost
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.extras import import_lab

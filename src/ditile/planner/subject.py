@@ -24,7 +24,7 @@ from ditile.model.hooks.block_calls import read_token_grid
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.pipeline_calls import list_call_parameters
-from ditile.model.registry import find_holes, name_family
+from ditile.model.support import find_holes, name_family
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.sharding import find_tensor_table

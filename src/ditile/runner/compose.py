@@ -23,7 +23,7 @@ from ditile.distributed import cpus
 from ditile.distributed.mesh import Axis, Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import gather_json
-from ditile.model import registry
+from ditile.model import support
 from ditile.model.anatomies import build_block_hooks, find_anatomy
 from ditile.model.call_families import find_call_family
 from ditile.model.hooks.block_hooks import CallCountHooks, TransformerHooks
@@ -753,7 +753,7 @@ def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> Tr
     """Build the hooks for the models of a pipeline, and check that a plan can divide them, before anything is
     touched."""
     calls_whole_model = plan.divides_the_batch_alone and options.attention is None
-    registry.check_plan_fits_loop(pipe, plan)
+    support.check_plan_fits_loop(pipe, plan)
     block_hooks: TransformerHooks | None = None
     models = find_denoisers(pipe)
     # The hooks of the first model hold those of the second one.

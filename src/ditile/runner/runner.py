@@ -35,7 +35,7 @@ from ditile.distributed.mesh import (
 )
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
-from ditile.model import registry
+from ditile.model import support
 from ditile.model.hooks.attention_processors import restore_processors_on_error
 from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.hooks.overrides import WatchedMethod, find_plain_class, override_attribute
@@ -65,8 +65,8 @@ from ditile.model.pipeline_calls import (
 )
 from ditile.model.recording.kept_tapes import SHARE_OF_MEMORY
 from ditile.model.recording.recorded_steps import NUM_PREPARING_CALLS, RecordedSteps
-from ditile.model.registry import list_unknown_models
 from ditile.model.step_memory import explain_hook_refusal
+from ditile.model.support import list_unknown_models
 from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.patch_schedulers import is_custom_scheduler
 from ditile.plan import errors
@@ -312,7 +312,7 @@ class Runner:
                 share_settings(self.pipe, pipe, components)
         else:
             pipe = build_sibling_pipeline(kind, self.pipe, components)
-            registry.check_plan_fits_loop(pipe, self.plan)
+            support.check_plan_fits_loop(pipe, self.plan)
             self._parts.guard_pipeline(pipe)
         self._composition = replace(self._parts, pipe=pipe)
         self._last = None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ditile.distributed.backend import pick_device, release_memory
 from ditile.distributed.mesh import find_local_rank
 from ditile.distributed.transport import gather_json
-from ditile.model.registry import find_loop_model
+from ditile.model.support import find_loop_model
 from ditile.planner.footprint import StorageTracker
 from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.prepare import silence_libraries

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ditile.distributed import env
 from ditile.distributed.backend import pick_device
-from ditile.model.registry import find_loop_model
+from ditile.model.support import find_loop_model
 from ditile.plan.cost import PlannedCall
 from ditile.plan.option_classes import CallArguments, drop_missing
 from ditile.plan.plan import Plan

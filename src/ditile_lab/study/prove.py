@@ -33,7 +33,7 @@ from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.hooks.pieces import list_predictions
 from ditile.model.hooks.token_arguments import find_unknown_rows, slice_rows
 from ditile.model.pipeline_calls import find_denoisers, find_pipeline_device
-from ditile.model.registry import list_unknown_models
+from ditile.model.support import list_unknown_models
 from ditile.parallel.block_formats import find_row_blocks
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.errors import DitileError, ModelError, StateError, describe_class_and_text
