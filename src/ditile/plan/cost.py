@@ -5,7 +5,7 @@ p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ra
     activations    b (p + t) C e           a stage to the next one, over all ranks that split the tokens
     ulysses        4 (n - 1) / n^2 L b (p + t) C e    q, k and v out, the output back
     ring           2 (n - 1) / n L b (p + t) C e      keys and values, passed round; gathered once for a store
-    gather         the same, gathered once, in one exchange a layer
+    gather         as many bytes as ring, gathered in one exchange a layer
     distrifusion   2 (n - 1) / n L b p C e            keys and values of a rank's own patch to all
     tensor         2 (n - 1) / n b l C e for each sum over l tokens; a gather of them (split_scheme=sequence) is half
     prediction     the own part of the tokens after the last block, to the n - 1 that split the tokens
@@ -250,7 +250,7 @@ class PlannedRank:
 
     @cached_property
     def divisor(self) -> float:
-        """Return all heads and features divided by its share; the number of ranks if shares are equal."""
+        """Return the number of all heads and features over its share; the number of ranks if shares are equal."""
         return sum(self.job.tensor_shares) / self.job.tensor_shares[self.tensor]
 
     @cached_property
@@ -282,7 +282,7 @@ class PlannedRank:
         return self.job.plan.offloads_rank(self.number)
 
     @property
-    def place_of_image(self) -> int:
+    def place_in_replica(self) -> int:
         """Return its index among the ranks of a replica."""
         return self.number % len(self.job.end_weights)
 
@@ -290,14 +290,14 @@ class PlannedRank:
     def text_share(self) -> float:
         """Return its part of the text encoders, 0 to 1."""
         if self.job.plan.text == "split":
-            return self.job.end_weights[self.place_of_image] / sum(self.job.end_weights)
-        return float(self.job.plan.text == "each" or self.place_of_image == 0)
+            return self.job.end_weights[self.place_in_replica] / sum(self.job.end_weights)
+        return float(self.job.plan.text == "each" or self.place_in_replica == 0)
 
     def compute_decode_share(self, rows: int) -> float:
         """Return the part of its replica's images that it decodes, 0 to 1, for latents with `rows` rows."""
         if self.job.plan.vae == "rows":
-            return count_weighted_shares(rows, self.job.end_weights)[self.place_of_image] / rows
-        return float(self.place_of_image == 0)
+            return count_weighted_shares(rows, self.job.end_weights)[self.place_in_replica] / rows
+        return float(self.place_in_replica == 0)
 
     @property
     def layers(self) -> Mapping[bool, int]:
@@ -306,7 +306,7 @@ class PlannedRank:
 
     @cached_property
     def number_bytes(self) -> int:
-        """Return the bytes of one number of each row of its batch."""
+        """Return the bytes of one number in every row of its batch."""
         return self.shape.batch * self.shape.element_size
 
     @memoize_method
@@ -316,7 +316,7 @@ class PlannedRank:
 
     @memoize_method
     def count_patch_bytes(self, step: int = 0) -> tuple[int, ...]:
-        """Count the bytes that it sends to the next stage for each patch, in one call of a step; the first has most."""
+        """Count the bytes sent to the next stage for each patch, in one call of a step. The first patch is largest."""
         plan = self.job.plan
         token_bytes = self.count_packed_bytes(self.job.shape.token_channels, step)
         sizes = []
@@ -329,7 +329,7 @@ class PlannedRank:
 
     @memoize_method
     def count_kept_key_bytes(self, *, text: bool = True) -> int:
-        """Count the bytes of the keys and values that it keeps, of its own layers and heads, with the text's or not."""
+        """Count the bytes of kept keys and values, in its own layers and heads. `text` includes the text's keys."""
         job = self.job
         if job.plan.distrifusion == 1 and not any(map(job.step_schedule.keeps_keys, range(job.shape.steps))):
             return 0
@@ -406,15 +406,15 @@ class MicroStepShare:
     micro_batches: Sequence[range]
     shards: tuple[TokenShard, ...]
 
-    def select_line(self, outer: int) -> tuple[TokenShard, ...]:
-        """Select the tokens of each rank on a line along ulysses, by the line's place along the outer axis."""
+    def select_ulysses_shards(self, outer: int) -> tuple[TokenShard, ...]:
+        """Select the tokens of each rank in a ulysses group, by the group's place along the outer axis."""
         ulysses = self.rank.job.plan.ulysses
         return self.shards[outer * ulysses : (outer + 1) * ulysses]
 
     @property
-    def line(self) -> tuple[TokenShard, ...]:
-        """Return the tokens of each rank on the rank's own line along ulysses."""
-        return self.select_line(self.rank.outer)
+    def ulysses_shards(self) -> tuple[TokenShard, ...]:
+        """Return the tokens of each rank in the rank's own ulysses group."""
+        return self.select_ulysses_shards(self.rank.outer)
 
 
 def make_token_split(plan: Plan) -> Split:
@@ -557,7 +557,7 @@ def _iterate_tensor_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchang
             sizes.append((lengths[stream] * numbers[kind], times))
     if gathers:
         is_whole_step = share.micro.patch is None and job.plan.num_patches > 1
-        # The last stage gathers the tokens of its result, and each stage what the patches of a whole step bring.
+        # The last stage gathers the tokens of its result. Later stages gather patches that they get in a whole step.
         if rank.is_last_stage or is_whole_step:
             sizes.append((share.image * channels, 1))
         if rank.stage > 0 and is_whole_step:
@@ -580,7 +580,7 @@ def _iterate_ulysses_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchan
     if rank.key_heads < rank.heads:
         keys_of_others = (rank.job.plan.ulysses - 1) * rank.key_heads
     for joint, times in rank.layers.items():
-        lengths = [shard.count_tokens(joint=joint) for shard in share.line]
+        lengths = [shard.count_tokens(joint=joint) for shard in share.ulysses_shards]
         own_length = lengths[rank.ulysses]
         # q, k and v of the own tokens go out; the output of the other ranks' tokens goes back to them. Heads of other
         # ranks of tensor are not here, so they are not exchanged.
@@ -603,7 +603,7 @@ def _iterate_key_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
     for joint, times in rank.layers.items():
         lengths = []
         for outer in range(n):
-            lengths.append(sum(shard.count_tokens(joint=joint) for shard in share.select_line(outer)))
+            lengths.append(sum(shard.count_tokens(joint=joint) for shard in share.select_ulysses_shards(outer)))
         # Around the ring a rank passes all blocks but the next rank's own.
         tokens = sum(lengths) - lengths[(rank.outer + 1) % n]
         if kind == "gather" or (keeps_keys and plan.num_patches > 1):
@@ -618,7 +618,7 @@ def _iterate_distrifusion_exchanges(share: MicroStepShare) -> Iterator[RepeatedE
     if n == 1 or (schedule.reads_stale_keys(share.micro.step) and not schedule.keeps_keys(share.micro.step)):
         return
     # The text is on every rank, so its keys are not sent.
-    image = sum(part.image_tokens for part in share.line)
+    image = sum(part.image_tokens for part in share.ulysses_shards)
     size = 2 * (n - 1) * image * rank.count_sent_key_bytes(share.micro.step)
     yield RepeatedExchange("distrifusion", size, sum(rank.layers.values()))
 

@@ -41,12 +41,12 @@ Stream = Literal["image", "text", "both", "once"]
 """The stream of a kernel's tokens. `once` is none, for work that is the same for any image."""
 
 STREAMS: tuple[Stream, ...] = ("both", "image", "text")
-"""The streams with tokens, that with the most first."""
+"""The streams with tokens, the longest first."""
 GRID = Grid(19, 37)
 TEXT = 59
 """703 tokens of the image and 59 of the text: neither is a width of a model, or a multiple of the other."""
 MATMULS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
-"""The places of the two factors."""
+"""Operator -> the positions of its two factors among the arguments."""
 # Operators with so much computation for each number that they do not wait for reading it.
 HEAVY: dict[str, Kind] = {"aten.native_layer_norm.default": "norm", "aten.gelu.default": "gelu"}
 # Operators that rotary embeddings use to put numbers side by side.
@@ -68,7 +68,7 @@ class StreamSizes(NamedTuple):
     Attributes:
         image, text: how many there are.
         others: further lengths that grow with one of them, such as the image's before text is joined to it.
-        many: whether several rows for each token belong to it too.
+        many: whether a stream may also have several rows for each token.
     """
 
     image: int
@@ -112,10 +112,10 @@ class StreamSizes(NamedTuple):
         return "once"
 
     def count_live_numbers(self, tensor: Tensor) -> LiveNumbers:
-        """Count the numbers of a tensor, by the streams in its shape."""
+        """Count the numbers of a tensor for each token, by the longest stream in its shape."""
         numbers = tensor.untyped_storage().nbytes() / tensor.element_size()
         stream = self.find_widest_stream([tensor])
-        # A tensor with the image's tokens in rows and columns, such as a latent.
+        # A latent has the image's tokens in rows and columns, so none of its dimensions counts them.
         if stream == "once" and numbers >= self.image and numbers % self.image == 0:
             stream = "image"
         return LiveNumbers(**{stream: numbers / self.count_tokens(stream)})
@@ -218,8 +218,8 @@ def count_transformer_work(transformer: nn.Module, family: CallFamily, call: Cou
     """Count the work of a transformer, without reading its weights.
 
     Args:
-        transformer: on the meta device.
-        family: that of the transformer.
+        transformer: the transformer, on the meta device.
+        family: the family of the transformer.
         call: the arguments of its forward.
 
     Raises:
@@ -248,6 +248,7 @@ def count_transformer_work(transformer: nn.Module, family: CallFamily, call: Cou
     for hook in hooks.chain:
         for _, attention in hook.list_attentions():
             repeats = max(repeats, count_key_repeats(attention))
+    # For each block in order, the first block built like it, which is the one that ran.
     first_alike = [first for _, first in sorted(recorder.alike.items())]
 
     def collect_work(place: str) -> tuple[Work, ...]:
@@ -271,7 +272,7 @@ def count_transformer_work(transformer: nn.Module, family: CallFamily, call: Cou
 
 @lru_cache
 def count_unpacking(name: str, dtype: torch.dtype) -> tuple[float, int]:
-    """Count the bytes per number of a GGUF type, and the kernels per weight, of diffusers' code."""
+    """Count the bytes moved for each number of a GGUF type, and the kernels for each weight, when it is unpacked."""
     from diffusers.quantizers.gguf.utils import GGML_QUANT_SIZES, GGUFParameter, dequantize_gguf_tensor
 
     quant_type = next(quant_type for quant_type in GGML_QUANT_SIZES if quant_type.name == name)

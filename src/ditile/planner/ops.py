@@ -446,7 +446,7 @@ class OpPricer:
         keys = self.job.image_layout
         attended = 1.0
         if plan.ulysses > 1:
-            attended = sum(part.count_tokens() for part in share.line) / (image + text)
+            attended = sum(part.count_tokens() for part in share.ulysses_shards) / (image + text)
         return RankTokens(
             batch=batch,
             image=image,

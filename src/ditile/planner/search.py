@@ -48,7 +48,7 @@ SHOWN = 8
 SIMULATED = 2 * SHOWN
 """The minimum number of simulated plans. For these, other kinds of warmup are tried."""
 SIMULATED_OF_FEW_STEPS = 8 * SIMULATED
-"""The same for a call of few steps. Synchronous ones are a large part of it."""
+"""The minimum number of simulated plans for a call of few steps, where synchronous steps are a large part."""
 WORTH = 1.05
 """A second synchronous step shared by stages is taken if it lengthens the loop at most by this factor."""
 
@@ -57,9 +57,9 @@ PACKING_GAIN = 0.1
 ROWS_GAIN = 0.02
 """The decode is divided by rows if that saves this share of a call of few steps."""
 PROMPT_TOKENS = 512
-"""Tokens of a prompt where a call does not say how many."""
+"""Tokens of a prompt if a call does not give their number."""
 ALIKE = 1.02
-"""Speeds that differ by a smaller factor make equal shares."""
+"""Ranks get equal shares if their speeds differ by a smaller factor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,17 +67,17 @@ class SearchRequest:
     """The bounds of a search.
 
     Attributes:
-        devices: ranks at most, over all hosts.
+        devices: the largest number of ranks, over all hosts.
         hosts: the number of hosts.
-        memory_bytes: memory of a device; by default that of the profile.
-        host_memory_bytes: memory of a host; by default that of the profile, if it is known.
+        memory_bytes: memory of a device; by default as in the profile.
+        host_memory_bytes: memory of a host; by default as in the profile, where it may be unknown.
         max_latency_s: plans that take longer are left out.
         warmup: synchronous steps of plans with stale keys; None is one, or more if they cost hardly more.
-        all_devices: only plans that use every device.
-        whole_calls: prices have text and decode, however many steps there are.
-        exact: only plans with attention to fresh keys.
+        all_devices: whether only plans that use every device are searched.
+        whole_calls: whether prices include text and decode for any number of steps.
+        exact: whether only plans with attention to fresh keys are searched.
         wire_dtype: a type that messages may have, in plans that become faster by it.
-        offload: of all plans; "blocks" where nothing else fits.
+        offload: the mode of all plans; if no plan fits without offloading, the search goes on with "blocks".
         records: whether steps are recorded, where a plan and the machine allow it.
     """
 
@@ -105,12 +105,12 @@ class SizedJob(NamedTuple):
 
     Attributes:
         job: the call.
-        memory: bytes of the rank that needs most.
+        memory: bytes needed by the rank that needs most.
         lacks: bytes missing on the rank with the least room, or in the host's memory if every rank has enough; below 0
             if nothing is missing.
-        rank, there: this rank, and the bytes of its device.
-        rooms: bytes that each rank has left; of alike ones perhaps only the first.
-        on_host: whether the host lacks them.
+        rank, there: the rank with the least room, and the memory of its device.
+        rooms: bytes that each rank has left; ranks that are alike may be represented by the first.
+        on_host: whether memory is missing on the host.
     """
 
     job: PlannedCall
@@ -127,9 +127,9 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        prices: of the plans that fit, the fastest first. The last one is of one device, if that fits.
-        too_large: how many plans need more memory than there is, of those that were looked at before enough fitted.
-        legal: how many plans were searched: all that the model and the call allow.
+        prices: the prices of plans that fit, the fastest first. The last one is for one device, if that fits.
+        too_large: the number of examined plans that do not fit the memory. The search ends when enough plans fit.
+        legal: the number of searched plans: all that the model and the call allow.
     """
 
     prices: tuple[Price, ...]
@@ -186,7 +186,7 @@ class PlanSearch:
 
     @cached_property
     def _device_speeds(self) -> Sequence[float]:
-        """Return the calls a second of each rank's device by itself; empty if all are alike."""
+        """Return how many calls a second each rank's device makes by itself; empty if all are alike."""
         job = self._make_job(Plan(offload=self.request.offload))
         speeds = []
         for rank in range(len(self.profile.by_rank)):
@@ -239,7 +239,7 @@ class PlanSearch:
                 if sized.lacks <= 0:
                     self._insert_price(prices, sized)
         prices = self._complete_prices(prices)
-        # A reader asks first what many devices are better than.
+        # Readers compare many devices with one first, so its price is shown too.
         if not self.request.all_devices and all(price.plan.world > 1 for price in prices):
             prices += self._price_one_device()
         limit = self.request.max_latency_s or math.inf
@@ -296,7 +296,7 @@ class PlanSearch:
         return replace(self, request=replace(self.request, records=False))
 
     def _iterate_variants(self, plan: Plan) -> Iterator[SizedJob]:
-        """Yield the plan in its fitted form; if devices are not alike, also with weights in the host's memory."""
+        """Yield the plan fitted to memory; if devices are not alike, also with weights in the host's memory."""
         sized = self.fit_plan_to_memory(plan)
         is_moved = sized.job.plan.stage_blocks != plan.stage_blocks
         if self.profile.by_rank and (sized.lacks > 0 or is_moved):
@@ -355,9 +355,10 @@ class PlanSearch:
         for _ in range(sum(map(len, sized.job.stages))):
             plan = sized.job.plan
             rooms = [self._get_device_bytes()] * plan.pipefusion
-            # Ranks of a stage have the same blocks, so that the fullest of them decides.
+            # Ranks of a stage have the same blocks, so the fullest of them decides.
             for rank, room in sized.rooms.items():
                 stage = sized.job.plan_rank(rank).stage
+                # If the host lacks memory, moving blocks away from offloaded ranks makes room there.
                 if sized.on_host and plan.offloads_rank(rank):
                     room = -sized.lacks
                 rooms[stage] = min(rooms[stage], room)
@@ -378,14 +379,14 @@ class PlanSearch:
         blocks[giver] -= 1
         blocks[taker] += 1
         plan = replace(job.plan, stage_weights=None, stage_blocks=tuple(blocks))
-        # Rows of the decode and layers of text encoders still follow the speeds, which no stage weights say any more.
+        # The stage weights, which gave the speeds to the decode and the text encoders too, are gone.
         if job.plan.stage_weights is not None:
             plan = weigh_ends(plan, self._device_speeds)
         return self._make_job(plan)
 
     def _find_shorter_loop(self, price: Price) -> Price | None:
-        """Return the plan with one block in another stage, if its loop is shorter then."""
-        # The work of stages besides their blocks is not in the weights used to cut them.
+        """Return the price with one block moved to another stage; None if no move makes the loop shorter."""
+        # Stages also do work besides their blocks, which the weights used to cut them leave out.
         job = self._make_job(price.plan)
         # Only moves to or from the busiest stage help, because all others wait for it.
         busiest = self.pricer.find_busiest_stage(job, self.skips)
@@ -406,7 +407,7 @@ class PlanSearch:
     def iterate_other_warmups(self, job: PlannedCall) -> Iterator[Plan]:
         """Yield the plan with other warmup modes that could make its synchronous steps shorter.
 
-        If the request does not give their number, stages that share them take another one if it costs little.
+        If the request gives no number of synchronous steps, stages that share them take one more if it costs little.
         """
         plan = job.plan
         if plan.pipefusion == 1 or plan.warmup == 0:
@@ -422,7 +423,7 @@ class PlanSearch:
         if chosen.resolve_warmup() == shared:
             yield chosen
             return
-        # Who asks for a number of synchronous steps gets no other.
+        # A number of synchronous steps in the request is kept.
         if self.request.warmup is not None:
             yield shared
             return
@@ -452,8 +453,7 @@ class PlanSearch:
         return sorted(bounds, key=lambda bounded: bounded[0])
 
     def _gains_by_packing(self, job: PlannedCall) -> bool:
-        """Return whether a call takes clearly less time with its type of messages than with full ones, if it has
-        one."""
+        """Return whether packed messages make a call clearly shorter. A call without them passes."""
         if job.plan.wire_dtype is None:
             return True
         unpacked = self._make_job(replace(job.plan, wire_dtype=None))
@@ -478,8 +478,7 @@ class PlanSearch:
         shortest = min(rooms, key=rooms.__getitem__)
         lacks = -rooms[shortest]
         on_host = False
-        # Offloaded weights need the memory of the host, others that of a device. A host with unknown memory is taken to
-        # have enough.
+        # Offloaded weights need memory of the host. A host with unknown memory is taken to have enough.
         if lacks <= 0 and job.plan.offload != "none" and self.host_bytes:
             host = count_host_memory(self.subject, job, self.request.ranks_of_host)
             on_host = host.kept > self.host_bytes
@@ -519,9 +518,9 @@ class PlanSearch:
         )
 
     def _complete_prices(self, prices: Sequence[Price]) -> list[Price]:
-        """Return the shown prices, in their order."""
+        """Return the prices to show, with balanced stages, the fastest first."""
         if self.profile.by_rank:
-            # However its stages were cut, a plan ends at the same cut, so that the fastest start is enough.
+            # Balancing leads a plan to the same cut from any start, so only its fastest start is kept.
             fastest: dict[Plan, Price] = {}
             for price in prices:
                 fastest.setdefault(replace(price.plan, stage_blocks=None, stage_weights=None, rank_weights=None), price)
@@ -544,7 +543,7 @@ class PlanSearch:
         return completed
 
     def _complete_price(self, price: Price, *, may_divide: bool = True) -> Price:
-        """Return the price of a call of few steps with the seconds of text and decode."""
+        """Add the seconds of text and decode to the price of a short call. Rows divide the decode if that pays."""
         if self.shape.steps > FEW_STEPS and not self.request.whole_calls:
             return price
         subject = self.subject
@@ -625,7 +624,7 @@ def weigh_ends(plan: Plan, speeds: Sequence[float]) -> Plan:
     They make the ranks end together, if the plan divides these parts.
 
     Args:
-        plan: made by `weigh_shares` or by the user; it is unchanged where its other weights say the same.
+        plan: made by `weigh_shares` or by the user; it is unchanged if its other weights already give these shares.
         speeds: of each rank's device, in any unit; empty if all are alike.
     """
     if not speeds:
@@ -642,7 +641,7 @@ def weigh_ends(plan: Plan, speeds: Sequence[float]) -> Plan:
 
 
 def _round_weights(speeds: Sequence[float]) -> tuple[float, ...] | None:
-    """Return speeds as multiples of the lowest one, in two decimals. None where they are alike."""
+    """Return speeds as multiples of the lowest one, with two decimals; None if they are alike."""
     lowest = min(speeds)
     if max(speeds) < ALIKE * lowest:
         return None
@@ -686,8 +685,7 @@ def iterate_plans(subject: PlanSubject, shape: Shape, request: SearchRequest) ->
 
 
 def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
-    """Yield degrees with the product `world`. One axis at most splits tokens beside Ulysses, and DistriFusion excludes
-    PipeFusion too."""
+    """Yield degrees with the product `world`. At most one axis besides Ulysses splits tokens."""
     branches = shape.branches_per_call * shape.calls
     for factors in _iterate_products(world, len(AXES)):
         degrees = dict(zip(AXES, factors, strict=True))
@@ -696,7 +694,7 @@ def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
             continue
         if shape.heads % degrees["tensor"]:
             continue
-        # DistriFusion keeps stale keys of patches like PipeFusion.
+        # DistriFusion and PipeFusion would both keep stale keys of patches.
         if degrees["distrifusion"] > 1 and degrees["pipefusion"] > 1:
             continue
         if sum(degrees[name] > 1 for name in OUTER) < 2:
@@ -737,10 +735,10 @@ def predict_skipped_steps(
 
     Args:
         config: the cache; None leaves nothing out.
-        steps: of the generation.
+        steps: the number of steps in the generation.
         forecast: the calibrator that forecasts skipped outputs, if there is one.
-        hit_rate: the share, from 0 to 1, left out of the steps with a measured difference. Caches that only decide by
-            rules (a threshold of 1, a static mask) need none.
+        hit_rate: the share of the measured steps that is left out, from 0 to 1. Caches that only decide by rules (a
+            threshold of 1, a static mask) need none.
 
     Raises:
         PlanError: if the cache measures differences and no hit rate is given.
@@ -748,7 +746,7 @@ def predict_skipped_steps(
     if config is None:
         return NO_SKIPS
     if isinstance(config, FittedScheduleConfig):
-        # A fitted schedule leaves out other steps, but as many.
+        # A fitted schedule leaves out the same number of steps, but others than these.
         computed = spread_steps(steps, config.count_computed(steps)).list_computed_steps()
         return CacheSkips(steps=frozenset(range(steps)) - frozenset(computed), first=0)
     if not isinstance(config, BlockCacheConfig):
@@ -767,14 +765,14 @@ def predict_skipped_steps(
                     "steps it is expected to leave out, such as --hit-rate 0.5"
                 )
             hits += hit_rate
-        # Hits are spread evenly over the measured steps; 1e-9 is for sums of floats.
+        # Hits are spread evenly over the measured steps; 1e-9 allows for the rounding of sums.
         is_hit = verdict is RuleVerdict.MEASURE and hits >= 1 - 1e-9
         if is_hit:
             hits -= 1
         skipped = is_hit or verdict is RuleVerdict.SKIP
         rules.record_decision(step, record, skipped=skipped, difference=None)
     calls = CachedCalls.KNOWN if rules.decide_alone else CachedCalls.PROBED
-    # Each block decides, or the weights of the forecast are numbers of the host.
+    # Each block decides for itself, or the forecast has its weights on the host.
     if isinstance(config, DBPruneConfig | SpectrumConfig) or isinstance(forecast, DMDCalibratorConfig):
         calls = CachedCalls.CODE
     first = rules.config.Fn_compute_blocks

@@ -1,6 +1,6 @@
 """The model that a plan is for, built from its configs without weights, and the shapes of its calls.
 
-A `CallFamily` describes the calls of its family. Those of any other one are recorded (`recorded.py`).
+A `CallFamily` describes the calls of its family. Calls of other families are recorded (`recorded.py`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from ditile.runner.weights.prequantized import StoredWeights
 PROBED = Grid(22, 32)
 """Token rows and columns of the image with which a recorded model is counted."""
 PROBED_TEXT = 384
-"""Tokens of its text. Both are multiples of 32, to which some families pad, and neither is a width of a large model."""
+"""Text tokens in that call. Both are multiples of 32, to which some families pad, and no widths of a large model."""
 SIDES = (32, 64)
 """Latent pixels along the sides of the squares used to find the pixels per token."""
 EXCHANGE_OF_STYLE = {"rowwise": "sum", "rms_norm": "norm"}
@@ -98,15 +98,15 @@ class PlanSubject:
 
     Attributes:
         transformer: the transformer, on the meta device.
-        vae_scale: pixels of a latent pixel's side.
-        text, vae: parameters of the text encoders together, and of the VAE.
-        encoders: the classes of the text encoders; None of one that is not known here.
+        vae_scale: pixels along the side of a latent pixel.
+        text, vae: the number of parameters in all text encoders, and in the VAE.
+        encoders: the classes of the text encoders, with None for an unknown class.
         decoder: the config of the VAE, if there is one.
         uncounted: text encoders with unreadable configs, not included in `text`.
-        recorder: records the calls of a family without a `CallFamily`, and those of a class that it does not name.
-        scale: the VAE's scale of latent frames, for such a family.
+        recorder: records calls, if no `CallFamily` names the pipeline's class.
+        scale: the VAE's scale of sides and frames.
         coder: the class of the VAE.
-        models: transformers that are called in turns, each on every rank.
+        models: the number of transformers that are called in turns, each on every rank.
         decodes: numbers that are alive at once for each latent pixel of a decoded image, if a file says so.
         stored: transformer -> the format of its weights, if they are in a file of its own or quantized.
     """
@@ -170,7 +170,7 @@ class PlanSubject:
         if family is None:
             scale = measure_vae_scale(configs.coder, configs.vae)
         else:
-            # Families with an example make images, and their VAEs halve them between their blocks.
+            # Families with an example make images, and their VAEs halve an image's sides between blocks.
             scale = VaeScale(2 ** (len(configs.vae["block_out_channels"]) - 1))
         text, vae, uncounted, decodes = configs.count_other_parts()
         return cls(
@@ -193,7 +193,7 @@ class PlanSubject:
 
     @cached_property
     def family(self) -> CallFamily:
-        """Return its family. Where nothing tells the work of a call, all is from its anatomy."""
+        """Return the model's family, derived from its anatomy if no `CallFamily` describes it."""
         family = find_call_family(self.transformer)
         if family is not None:
             return family
@@ -225,7 +225,7 @@ class PlanSubject:
             layers.append(tuple(sees_text))
         call = self._record_probe().calls[0]
         out, rest = divmod(call.out, call.rows * call.image)
-        # Text in the sequence has no prediction.
+        # The image's sequence also holds text, which has no prediction.
         if rest:
             out = call.out // (call.rows * self._probed_tokens)
         return replace(weights, layers=tuple(layers), out=out, exchanges=self._find_tensor_exchanges())
@@ -256,7 +256,7 @@ class PlanSubject:
         """Return the pixels along the side of a token."""
         if self.family.example is not None:
             return self.vae_scale * self.family.latent_per_token(self.transformer.config)  # type: ignore[arg-type]
-        # Inputs besides the image, such as references, are the same at both sizes.
+        # Inputs besides the image, such as references, are the same at both sizes, so the difference leaves them out.
         sides = [side * self.vae_scale for side in SIDES]
         tokens = []
         for side in sides:
@@ -343,8 +343,8 @@ class PlanSubject:
         """Return the numbers alive in its forward, on each of so many ranks of tensor parallelism.
 
         Args:
-            channels: of a token between blocks.
-            ranks: of unlike shares, the whole over the share.
+            channels: the channels of a token between blocks.
+            ranks: the number of ranks; if shares differ, the whole over this rank's share.
         """
         footprint = self.transformer_work.footprint
         if ranks == 1:
@@ -360,7 +360,7 @@ class PlanSubject:
     def _divisible_weights(self) -> Weights:
         """Return its weights, with the equal parts that make up unlike shares of tensor parallelism."""
         table = find_tensor_table(self.transformer, find_derived_cuts(self.transformer))
-        # If shares differ, all parts are counted.
+        # Unequal weights, so that all parts are counted.
         cuts = TensorCuts.match_tensor_table(self.transformer, table, 0, 2, weights=(2.0, 1.0))
         return replace(self.parameter_counts, tensor_units=sum(cuts.shares))
 
@@ -460,7 +460,7 @@ class PlanSubject:
         return find_holes(type(self.transformer), self.pipeline.__name__)
 
     def _find_holes(self, plan: Plan) -> dict[str, str]:
-        """Return the reason for each axis of a plan not supported by its family."""
+        """Return the reason why the family does not support an axis of the plan, for each such axis."""
         reasons = {}
         for axis in AXES:
             columns = COLUMNS[axis] if getattr(plan, axis) > 1 else ()
@@ -488,7 +488,7 @@ class PlanSubject:
         """
         config: Any = self.transformer.config
         filled = self.fill_arguments(call)
-        # Before a call is recorded, which would only fail somewhere inside the pipeline.
+        # This comes before a call is recorded, which would only fail somewhere inside the pipeline.
         check_image_size(filled, self.token_side)
         frames = call.get("num_frames")
         if frames is not None and not self.makes_videos:
@@ -537,7 +537,7 @@ class PlanSubject:
         """Return the arguments of a call with input images; none if its class is not known to take any.
 
         Raises:
-            ModelError: if they are more than it takes.
+            ModelError: if there are more images than the class takes.
         """
         taken = read_call_conditions(self.pipeline)
         check_picture_count(self.pipeline.__name__, taken.max_pictures, len(pictures))
@@ -547,22 +547,22 @@ class PlanSubject:
 
     def _make_recorded_shape(self, call: CallArguments, element_size: int) -> Shape:
         frames = int(call.get("num_frames") or 1) if self.makes_videos else 1
-        step = self._record(call)  # the pipeline refuses first, so that no number is proposed that it refuses
+        step = self._record(call)  # first, as an error of the next line may propose a number that the pipeline refuses
         latent_frames = self.scale.count_latent_frames(frames)
         heads, head_dim = self.attention_heads
         images = count_images({"prompt": "", **call})
         latents = step.latents // images
         rows = [recorded.rows for recorded in step.calls]
-        first = max(step.calls, key=lambda recorded: recorded.rows)
+        largest = max(step.calls, key=lambda recorded: recorded.rows)
         out = self.parameter_counts.out
         # If text is in the sequence, or a second stream is predicted, the numbers do not only belong to the image.
         references = None
-        if first.out == first.rows * first.image * out and latents % out == 0:
-            references = first.image - latents // out
+        if largest.out == largest.rows * largest.image * out and latents % out == 0:
+            references = largest.image - latents // out
         height = int(call["height"])
         width = int(call["width"])
         if references is not None and latent_frames == 1:
-            tokens = first.image - references
+            tokens = largest.image - references
             # Some pipelines scale images to the size of their training.
             if tokens * self.token_side**2 != height * width:
                 columns = round(math.sqrt(tokens * width / height))
@@ -580,8 +580,8 @@ class PlanSubject:
             height=height,
             width=width,
             steps=int(call["num_inference_steps"]),
-            grid=self._find_grid(height, width, first),
-            text=first.text,
+            grid=self._find_grid(height, width, largest),
+            text=largest.text,
             batch=batch,
             images=images,
             calls=calls,
@@ -591,24 +591,24 @@ class PlanSubject:
             latent_elements=latents,
             element_size=element_size,
             frames=latent_frames,
-            channels=first.channels,
+            channels=largest.channels,
             key_heads=self.transformer_work.key_heads,
             references=references,
         )
 
-    def _find_grid(self, height: int, width: int, first: RecordedCall) -> Grid:
-        """Return the rows to cut patches at: of every frame of latents `[B, .., H, W]`, or of the flattened tokens."""
-        flat = Grid(first.image, 1)
-        # The row of the family may name an argument that shows the rows.
-        shown = self.block_hooks.anatomy.grid
-        if shown:
-            grid = read_token_grid(self.transformer, first.arguments[shown])
-            return grid if grid.num_tokens == first.image else flat
-        latents = first.arguments.get(find_latents_parameter(self.transformer))
+    def _find_grid(self, height: int, width: int, call: RecordedCall) -> Grid:
+        """Return the grid whose rows make up patches: frames of latents `[B, .., H, W]`, or flattened tokens."""
+        flat = Grid(call.image, 1)
+        # A family's anatomy may name the argument that shows the rows.
+        argument = self.block_hooks.anatomy.grid
+        if argument:
+            grid = read_token_grid(self.transformer, call.arguments[argument])
+            return grid if grid.num_tokens == call.image else flat
+        latents = call.arguments.get(find_latents_parameter(self.transformer))
         rows = height // self.token_side
         columns = width // self.token_side
         # Patches of a video are the same rows of every frame.
-        frames, rest = divmod(first.image, rows * columns)
+        frames, rest = divmod(call.image, rows * columns)
         # Flattened latents do not say where a frame ends.
         has_frames = isinstance(latents, Tensor) and latents.ndim == 5
         if has_frames and not rest and frames > 1:
@@ -624,7 +624,7 @@ class PlanSubject:
 
         Raises:
             PlanError: if the plan does not fit.
-            ModelError: if a text encoder cannot be split as it says.
+            ModelError: if a text encoder cannot be split as the plan says.
         """
         kind = type(self.transformer).__name__
         for axis, reason in self._find_holes(plan).items():
@@ -648,7 +648,7 @@ class PlanSubject:
         size = shape.element_size
         key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights, size)
         if key not in self._stages:
-            # The numbers of a call are of the type that weights will be loaded in; here they are of torch's default.
+            # Weights will be loaded as numbers of `size` bytes; here they have torch's default type.
             costs = None
             if self.family.example is not None:
                 costs = replace(self._cost_model, itemsize=min(size, 4))
@@ -666,12 +666,12 @@ class PlanSubject:
 
 
 def renew_numbers(mode: SizesOnly, value: Any) -> Any:
-    """Return another tensor in place of floats that the forward reads, as tensors made meanwhile are counted."""
+    """Copy a tensor of floats that the forward reads, because only tensors made during the forward are counted."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 2:
         return value
     renewed = torch.empty_like(value)
     if not mode.is_unknown(value):
-        # Known numbers may decide, as zeros in place of an image do. The copy is no work of the model.
+        # The forward may branch on known numbers, such as zeros in place of an image. Their copy is no work of it.
         with _disable_current_modes():
             renewed.copy_(value)
     return renewed
