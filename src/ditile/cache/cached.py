@@ -1,4 +1,4 @@
-"""Caches of models: an override of the forward, hooks around the blocks, and chains of them.
+"""Caches of models: an override of the forward, hooks around the blocks, and chains of hooks.
 
 A runner installs them on the model for one call, inside its own hooks, and gives the cache a clock and an agreement
 with other ranks. Without a runner a `CallClock` counts the calls of the model.
@@ -60,7 +60,7 @@ class ModelCache(abc.ABC):
     Attributes:
         reports: the reports of the last generation, one for each context.
         kept_bytes: bytes that were remembered when that generation ended.
-        label: what the pipeline calls its call of the transformer, if it names it.
+        label: the pipeline's name for the call under way; None without a name.
         is_in_call: whether a call of a runner is under way.
     """
 
@@ -83,7 +83,7 @@ class ModelCache(abc.ABC):
     @property
     @abc.abstractmethod
     def contexts(self) -> Sequence[Any]:
-        """Return the contexts, whose work is decided on together.
+        """Return the contexts, each of which decides for all of its work together.
 
         Each has its settings in short (`text`) and in full (`settings`), and why it can skip nothing, if so (`idle`).
         """
@@ -126,8 +126,8 @@ class ModelCache(abc.ABC):
         """Prepare for a new image; the number of steps and other settings change only if they are given.
 
         Args:
-            config: the fields that were given to it change; one of another class replaces the settings.
-            changes: fields of the settings that change too.
+            config: changes the fields that were given to it; a config of another class replaces all settings.
+            changes: further fields of the settings to change.
 
         Raises:
             ModelError: if a field is not known, or a value is out of its range.
@@ -163,7 +163,7 @@ class ModelCache(abc.ABC):
             self._watch_idle_calls()
             return
         self._clock = self._own_clock = clock
-        # Innermost, where no other hook takes it along. One that something wraps by now stays, and does nothing.
+        # It is innermost, so that no other hook takes it along. If it is wrapped later, it stays and does nothing.
         owner, name = find_innermost_forward(self.transformer)
         watched = WatchedMethod(exclude_from_compile(self._call_forward), getattr(owner, name))
         override_attribute(stack, owner, name, watched, yields_to_newer=True)
@@ -193,7 +193,7 @@ class ModelCache(abc.ABC):
 
     @contextmanager
     def expect_calls(self) -> Iterator[None]:
-        """Watch for no idle calls for the length of a runner's call, which finds the model without hooks."""
+        """Stop the watch for idle calls during a runner's call, which finds the model without hooks."""
         self._idle_watch.close()
         try:
             yield
@@ -210,7 +210,7 @@ class ModelCache(abc.ABC):
 
     @contextmanager
     def use_clock(self, clock: PipelineClock | None) -> Iterator[None]:
-        """Use the clock of a runner for the length of a call. None does nothing when the model is called."""
+        """Use the clock of a runner for the length of a call. With None, the cache does nothing in it."""
         self.end_generation()
         # A replica without an image begins no generation, and must not report one of an earlier call.
         self._forget_reports()
@@ -265,7 +265,7 @@ class TransformerCache(ModelCache):
     """The cache of the blocks of one transformer.
 
     Args:
-        hooks: around all its blocks of all contexts.
+        hooks: the hooks around its blocks, of all contexts.
         contexts: (settings, calibrator) -> the contexts, each of which decides by itself.
     """
 
@@ -305,7 +305,7 @@ class TransformerCache(ModelCache):
         self._calibrator = calibrator
 
     def _install_hooks(self, stack: ExitStack, compile_: CompileFunction | None) -> None:
-        # What the user compiled the whole model with compiles its blocks.
+        # If the user compiled the whole model, its blocks are compiled in the same way.
         compile_ = find_compiler(self._pipe, self.transformer) or compile_
         for hook in self._hooks:
             hook.install_hook(stack, compile_)
@@ -419,7 +419,7 @@ class TransformerCache(ModelCache):
             # Control is measured only on demand, because the measurement reads all arguments.
             if any(chain.needs_control for _, chain in self._chains):
                 control = _measure_control(batch_size, [*enumerate(args), *kwargs.items()], sample)
-            # Users may replace it at any time.
+            # Users may replace the scheduler at any time.
             scheduler = getattr(self._pipe, "scheduler", None)
             for context, chain in self._chains:
                 units = split_into_units(batch_size, moment.images, context.config.couple)
@@ -563,7 +563,7 @@ def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample:
             continue
         norms = []
         for tensor in tensors:
-            # Of a tensor without these rows, each row has the norm of the whole.
+            # If a tensor does not have these rows, each row gets the norm of the whole tensor.
             own_rows = batch_size if tensor.ndim and len(tensor) == batch_size else 1
             flat = tensor.detach().reshape(own_rows, -1)
             dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32

@@ -42,7 +42,7 @@ class Traffic:
 
     Attributes:
         trace: records the times of waits while it is on; code that waits for messages runs within its `record_wait`.
-        packings: of the kinds of messages that are packed into fewer bytes: all ranks have the same.
+        packings: kind of message -> how it is packed into fewer bytes. All ranks have the same packings.
     """
 
     bytes: dict[str, int] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Traffic:
         self.calls[kind] = self.calls.get(kind, 0) + 1
 
     def begin_message(self, kind: str, bases: SiteBases | None) -> MessagePacking | None:
-        """Return what packs the next message of a kind at a site; None if it travels as it is."""
+        """Return the packing for the next message of a kind at a site; None if it travels unpacked."""
         packing = self.packings.get(kind)
         return None if packing is None else packing.begin_message(bases)
 
@@ -76,7 +76,7 @@ class PostedReceive(NamedTuple):
     unpack: Unpack | None
 
     def wait_for_message(self) -> Tensor:
-        """Wait for the message, and return it on the device of `like` of `post_receive`."""
+        """Wait for the message, and return it on the device that `post_receive` was asked for."""
         self.work.wait()
         message = self.buffer.to(self.device)
         return message if self.unpack is None else self.unpack(message, index=0)
@@ -91,7 +91,7 @@ class PeerChannel:
         group, peer: the group and the rank in it; NCCL makes a communicator for each pair when both first use it.
         kind, traffic: how and where its bytes are counted.
         shared: whether it uses the communicator of the whole group, which is connected (`connect_group`).
-        before_send: is called when a message is ready to leave; nothing is launched between it and the send.
+        before_send: called when a message is ready to leave, right before the send; `tuple` does nothing.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class PeerChannel:
         self._start_transfer(byte, sends=sends).wait()
 
     def send_tensor(self, message: Tensor, bases: SiteBases | None = None) -> None:
-        """Start to send, and return at once."""
+        """Start to send a message, and return at once."""
         packing = self._traffic.begin_message(self._kind, bases)
         if packing is not None:
             message = packing.pack_vectors(message)
@@ -142,7 +142,7 @@ class PeerChannel:
             CURRENT.recording.send_tensor(self._start_send, message, self._wait_for_send)
 
     def _start_send(self, message: Tensor) -> None:
-        # Between two segments of a recorded call: NCCL asks the GPU, which ends a capture that is open.
+        # This runs between two segments of a recorded call, because NCCL asks the GPU, which ends an open capture.
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         staged = message.to(choose_transfer_device(message.device, self._group))
@@ -215,7 +215,7 @@ class PeerChannel:
 
 
 class AsyncReduction:
-    """A reduction under way of whole numbers of all ranks of a group, to the largest.
+    """A reduction, under way, of whole numbers to the largest one on any rank of a group.
 
     Args:
         group: the ranks; None stands for only this rank.
@@ -246,16 +246,16 @@ class PendingMessages:
         prepare: (what is sent, memory for what arrives) -> what starts torch's works; each start uses the same memory.
         sizes: bytes of each message, as they are counted.
         sent: the tensors to send, on `device`; kept until the messages are done.
-        received: memory for what arrives, there too.
-        device: this rank's.
-        group: whose messages they are; None where this rank is alone, and nothing is under way.
-        traffic, kind: where messages are counted and waits recorded, and as what.
-        unpack: makes the tensors of what arrives, where they were packed.
+        received: memory for what arrives, on `device`.
+        device: the device of this rank.
+        group: the ranks that exchange messages; None if there is only this rank, and nothing is under way.
+        traffic, kind: where messages are counted and waits recorded, and the kind that they count as.
+        unpack: unpacks what arrives; None if it was not packed.
         existed: whether the memory for what arrives is older than the messages.
-        own_part: this rank, and what it has among what arrives; None where that is a message too, or missing.
+        own_part: (this rank, its own tensor) to put among what arrives; None if nothing has to be put there.
         start_works: what `prepare` returned.
         staged, landing: what is sent and what arrives, on the device that the transport needs.
-        recorded: the same messages as a tape starts them, which owns none of the tensors.
+        recorded: the copy of these messages that a tape starts again; it owns none of the tensors.
     """
 
     prepare: Prepare
@@ -355,7 +355,7 @@ def start_all_to_all(
         x: `[vectors, n]`, contiguous: the runs to send, in rank order.
         sends, receives: the lengths of the runs, in vectors.
         group, traffic, kind: with whom, and where and how bytes are counted.
-        bases: of the message's site, from which its difference may travel.
+        bases: the bases of the message's site. The message may travel as a difference from them.
 
     Returns:
         One tensor `[vectors, n]` with the received runs, in rank order, once it is waited for.
@@ -391,11 +391,11 @@ def start_exchange(
 
     Args:
         sends: what goes to whom.
-        receives: the peers and shapes of what comes, of `like`'s dtype and device.
-        like: see above.
+        receives: the peers and shapes of what comes.
+        like: has the dtype and device of what comes.
         group, traffic, kind: with whom, and where and how bytes are counted.
         keep: gives memory for messages that outlive a recorded call; by default they are the call's own.
-        bases: as of `start_all_to_all`; such an exchange sends one tensor, to one peer or several.
+        bases: as in `start_all_to_all`; an exchange with bases sends one tensor, to one peer or several.
     """
     if group is None:
         return PendingMessages(_prepare_nothing, [], [], [], like.device, None, traffic, kind)
@@ -423,7 +423,7 @@ def start_gather(
     kind: str,
     bases: SiteBases | None = None,
 ) -> PendingMessages:
-    """Start to exchange `x` with every rank of a group. Theirs have these shapes. All arrive, in rank order.
+    """Start to gather `x` of every rank of a group, in rank order. `shapes` are the shapes on all ranks.
 
     Counted as one message, of the bytes of `x` times the number of other ranks.
     """
@@ -499,7 +499,7 @@ def _start_messages(
     keep: KeepMessage | None = None,
     unpack: Unpack | None = None,
 ) -> PendingMessages:
-    """Start all messages in one batch: under NCCL two ranks that both send first would hang. Empty ones never go.
+    """Start all messages in one batch: under NCCL two ranks that both send first would hang. Empty ones are left out.
 
     `sizes` are the bytes of each message, as they are counted.
     """
@@ -532,7 +532,7 @@ def _start_messages(
             if buffer.numel():
                 operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
         if not operations:
-            return tuple
+            return tuple  # which makes an empty sequence of works
         return partial(dist.batch_isend_irecv, operations)
 
     existed = keep is not None

@@ -575,7 +575,7 @@ def _iterate_ulysses_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchan
         return
     head_bytes = rank.count_packed_bytes(rank.job.shape.head_dim, share.micro.step)
     heads_of_others = rank.tensor_heads - rank.heads
-    # Where no keys are shared, or they are repeated, there are as many as queries.
+    # If heads do not share keys, or repeat them, there are as many keys as queries.
     keys_of_others = heads_of_others
     if rank.key_heads < rank.heads:
         keys_of_others = (rank.job.plan.ulysses - 1) * rank.key_heads

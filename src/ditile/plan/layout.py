@@ -373,7 +373,7 @@ def spread_branches(rows: Sequence[int], ranks: int, *, keeps_calls: bool = Fals
     Args:
         rows: the number of branches in each call.
         ranks: among which they are spread.
-        keeps_calls: whether a call has one rank, and calls are spread; otherwise its branches may have several.
+        keeps_calls: whether each call stays whole on one rank; otherwise several ranks may share its branches.
     """
     units = [1] * len(rows) if keeps_calls else rows
     spread: list[list[range]] = []

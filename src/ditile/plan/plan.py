@@ -300,14 +300,14 @@ class Plan:
 
     @property
     def keeps_calls(self) -> bool:
-        """Return whether stages or stale keys need all branches of a call, once cfg gives ranks calls of their own."""
+        """Return whether cfg must leave each call whole on a rank, as stages and stale keys need all its branches."""
         return self.pipefusion > 1 or self.attends_to_stale_keys
 
     def has_stale_steps(self, steps: int | None) -> bool:
         """Return whether keys are, or may be, stale in some steps of a call.
 
         Args:
-            steps: None where the call does not say.
+            steps: the number of steps; None if it is not known.
         """
         if steps is not None and self.warmup >= steps:
             return False
@@ -363,7 +363,7 @@ class Plan:
 
     @property
     def token_ranks(self) -> int:
-        """Return the number of ranks that split the tokens of a patch exactly: ring or gather, x ulysses."""
+        """Return the number of ranks that split the tokens of a patch exactly: ring or gather, times ulysses."""
         return self.ring * self.gather * self.ulysses
 
     def find_token_place(self, coordinates: Mapping[str, int]) -> int:
@@ -589,7 +589,7 @@ def _check_heads(plan: Plan, facts: Facts) -> Iterator[str]:
 
 def _check_token_rows(plan: Plan, facts: Facts) -> Iterator[str]:
     rows = facts.rows
-    # With resolution binning, or without a spec, the number of rows is unknown.
+    # With resolution binning, or for an unknown family, the number of rows is unknown.
     if rows is None:
         return
     of_image = f"the {rows} token rows of this image"

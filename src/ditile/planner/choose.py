@@ -234,7 +234,7 @@ def _choose_promise_of_question(
 ) -> Promise:
     """Return the promise for a question. Its plan is the priced one, or the best of a search.
 
-    Where nothing is to be predicted, it is the priced one, or one rank.
+    If no seconds have to be predicted, there is no search, and the plan is the priced one or that of one rank.
     """
     call = question.fill_call_arguments()
     size = {name: call[name] for name in SIZE_ARGUMENTS if call.get(name) is not None}
@@ -271,11 +271,11 @@ def resolve_plan_option(
 ) -> tuple[Plan, list[str]]:
     """Return the plan of `--plan`, and lines to print once it is accepted.
 
-    For `auto` it is the first plan of `ditile plan`, which may have the type of messages that follows the word, as in
-    "auto wire_dtype=int8"; without a text it is that of the flags.
+    `auto` is the first plan of `ditile plan`; a type of messages may follow the word, as in "auto wire_dtype=int8".
+    Without a text, the plan is that of the flags.
 
     Raises:
-        DitileError: if flags say a plan too, this machine was not measured, or not all replicas have such devices.
+        DitileError: if flags say a plan too, this machine was not measured, or replicas have unlike devices.
     """
     if text is None:
         return plan_of_flags, []
@@ -330,11 +330,11 @@ def check_devices_of_replicas(plan: Plan, replicas: int, profile_path: str | Non
         return
     profile.check_rank_count(replicas * plan.world)
     for rank in range(plan.world, replicas * plan.world):
-        alike = rank % plan.world
-        if profile.ranks[rank].is_unlike(profile.ranks[alike]):
+        first = rank % plan.world
+        if profile.ranks[rank].is_unlike(profile.ranks[first]):
             raise PlanError(
                 f"replicas={replicas}: '{plan}' is for the devices of the first replica, and that of rank {rank} is "
-                f"not like that of rank {alike}; use replicas=1, or give a plan with equal shares in place of auto"
+                f"not like that of rank {first}; use replicas=1, or give a plan with equal shares in place of auto"
             )
 
 
@@ -343,7 +343,7 @@ def choose_within_bounds(
 ) -> tuple[Promise, CacheOptions]:
     """Return the promise within the bounds of a request, and the cache of its computed steps.
 
-    A plan that flags say is kept; without one the fastest plan is searched, if this machine was measured.
+    A plan given by flags is kept; without one the fastest plan is searched, if this machine was measured.
 
     Raises:
         DitileError: if a cache is given too, there is no schedule, or nothing keeps the bounds.
@@ -358,7 +358,7 @@ def choose_within_bounds(
 
     def choose(hosts: int) -> JsonObject:
         given_plan = None if plan == Plan() else plan
-        # The first image records its steps, and plays few.
+        # A first image records its steps and plays few of them; only a warm run plays most.
         cuda_graphs = run.cuda_graphs and run.warm
         promise = choose_promise_of_request(
             bounds, options, given_plan, schedule_path, hosts=hosts, cuda_graphs=cuda_graphs, profile=run.profile
@@ -401,7 +401,7 @@ def choose_promise_of_request(
 
 
 def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:
-    """Return the result of `decide` (number of hosts), on files read by rank 0 only under torchrun."""
+    """Return the result of `decide`, called with the number of hosts. Under torchrun only rank 0 calls it."""
     if env.read_torchrun_place() is None:
         return decide(1)
     from ditile.distributed.torchrun import decide_on_first_rank

@@ -25,22 +25,22 @@ from ditile.plan.option_classes import JsonObject
 from ditile.planner.profile import DecodeWork
 
 WHOLE = 5
-"""Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""
+"""How many tensors as wide as a token stay whole under tensor parallelism: residual stream, norms, and around a sum."""
 
 FRAMES = (3, 4)
-"""Latent frames with which a VAE is counted; with more frames, its numbers are on the line through both. One that codes
-chunks of frames is counted with whole chunks."""
+"""Latent frames with which a VAE is counted; with more frames, its numbers are on the line through both. A VAE that
+codes chunks of frames is counted with whole chunks."""
 MOST_PROBED = 7
-"""The most latent frames with which a VAE is asked whether each one has as many frames."""
+"""The most latent frames that are decoded to see whether each further one adds as many frames."""
 MOST_CHUNK = 32
-"""More frames than a chunk of a VAE has; an eighth is less than one."""
+"""More frames than any chunk of a VAE has; an eighth of them is less than any chunk."""
 
 CHANNELS = ("z_dim", "latent_channels")
 """Names of the latent channels in configs."""
 SCALE_SIDE = 8
 """Latent pixels along the side of the sample decoded to measure a VAE's scale."""
 COUNTED_SIDE = 16
-"""The same for the sample decoded to count its work and memory."""
+"""Latent pixels along the side of the sample decoded to count a VAE's work and memory."""
 
 
 class LiveNumbers(NamedTuple):
@@ -67,7 +67,7 @@ class LiveNumbers(NamedTuple):
         return LiveNumbers(*map(operator.sub, self, other))
 
     def divide_by_ranks(self, whole: int, ranks: float) -> LiveNumbers:
-        """Return the numbers on one rank. It has `whole` numbers of each kind undivided."""
+        """Return the numbers on one rank. Of each kind, `whole` numbers are not divided."""
         counts = []
         for count in self:
             undivided = min(count, whole)
@@ -81,7 +81,7 @@ class Footprint:
 
     Attributes:
         moments: the moments, none of which exceeds another in every kind.
-        attending: the same of the moments in which attention is computed.
+        attending: such moments among those in which attention is computed.
         kept: for each block, the numbers that are kept for a whole generation.
     """
 
@@ -232,12 +232,12 @@ class VaeScale(NamedTuple):
     """The pixels and frames of a VAE for a latent pixel and a latent frame.
 
     Attributes:
-        side: pixels of its side.
-        frames: frames of each further chunk of latent frames; 0 if latents have no frames.
-        first: frames of the first one.
+        side: pixels along the side of a latent pixel.
+        frames: frames of each chunk of latent frames after the first chunk; 0 if latents have no frames.
+        first: frames of the first chunk.
         channels: the name of the latent channels in its config.
-        chunk: latent frames of each further chunk.
-        first_chunk: latent frames of the first one.
+        chunk: latent frames of each chunk after the first one.
+        first_chunk: latent frames of the first chunk.
     """
 
     side: int
@@ -280,11 +280,11 @@ def measure_vae_scale(kind: Any, config: JsonObject) -> VaeScale:
 
         # Convolutions over frames have weights of five dimensions.
         if not any(p.ndim == 5 for p in vae.parameters()):
-            # Some that were made of a VAE of frames take one frame.
+            # Some VAEs of images were made from a VAE of frames, and take a single frame.
             if "temperal_downsample" in vae.config:
                 return VaeScale(decode(1)[-1] // SCALE_SIDE, 1, channels=channels)
             return VaeScale(decode()[-1] // SCALE_SIDE, channels=channels)
-        # Some decode runs of two frames, or of three at the beginning.
+        # Some decode two latent frames at a time, and three at the beginning, so whole runs are compared.
         three = decode(3)
         five = decode(5)
         frames = (five[2] - three[2]) // 2

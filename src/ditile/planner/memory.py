@@ -194,11 +194,11 @@ def can_record_calls(plan: Plan, profile: Profile) -> bool:
 def count_peaks_of_ranks(
     subject: PlanSubject, job: PlannedCall, profile: Profile, text_tokens: int = 0, *, records: bool = False
 ) -> dict[int, int]:
-    """Count the bytes of the ranks with the largest needs. Of equal shares, the first rank of a stage has the
-    largest."""
+    """Return rank -> its peak bytes, for the ranks with the largest needs."""
     plan = job.plan
     last = plan.pipefusion - 1
-    # Replicas and both halves of guidance need the same, so that one pipeline of stages is looked at.
+    # Replicas and groups of cfg need the same, so one pipeline of stages is looked at. With equal shares, the first
+    # rank of a stage needs most.
     parameters = subject.count_block_parameters(1)
     heaviest = max(
         range(1, last),
@@ -235,8 +235,8 @@ class _RankTensors:
         # Messages between stages, by patch.
         self._patch_bytes = rank.count_patch_bytes()
         schedule = self._schedule
-        # The largest shares, one for each kind of patch: the first patch is the largest, beside the first with latents.
-        # They are of the first step and the last synchronous one, and of a stale step after the pipeline was filled.
+        # The largest shares: of the whole image, of the first patch, and of the first patch with latents. They are from
+        # the first step, from the last synchronous one, and from a stale step after the pipeline was filled.
         last_synchronous = max(schedule.warmup - 1, 0)
         filled = min(schedule.warmup + 2, schedule.steps - 1)
         steps = {0, last_synchronous, filled}
@@ -259,9 +259,9 @@ class _RankTensors:
             received = 0
             # Messages are received ahead while one is read, but not in step 0.
             if rank.stage > 0 and share.micro.step > 0:
-                # The first patch has the text, and where references come first, another one has the most latents.
-                first = {0, self._schedule.num_references} & set(range(plan.num_patches))
-                received = (RECEIVES_AHEAD + 1) * max(self._patch_bytes[patch] for patch in first)
+                # The first patch has the text. If it has a reference image, the first one with latents may be larger.
+                largest = {0, self._schedule.num_references} & set(range(plan.num_patches))
+                received = (RECEIVES_AHEAD + 1) * max(self._patch_bytes[patch] for patch in largest)
             computed = max(computed, rank.number_bytes * numbers + received)
         kept = self._count_kept_numbers(self._whole.text)
         if rank.stage > 0:
@@ -313,7 +313,7 @@ class _RankTensors:
             # All tokens after the last block; a call computes some of them.
             results += branches * self._image * token_bytes
         inputs = branches * (latents + (text or self._text_tokens) * token_bytes)
-        # Messages to the next stage leave from memory of their own, and those from the one before arrive in such.
+        # Messages to the next stage have memory of their own, and so have messages from the previous stage.
         neighbours = (rank.stage > 0) + (not rank.is_last_stage)
         messages = neighbours * branches * sum(self._patch_bytes)
         return int(computed * rank.number_bytes) + results + inputs + messages

@@ -39,7 +39,7 @@ class DecodeWork(NamedTuple):
     """The work of a decode.
 
     Attributes:
-        operations: of matrix products and convolutions, for each latent pixel.
+        operations: operations in matrix products and convolutions, for each latent pixel.
         exchanges: layers with an exchange of rows or sums between ranks if it is divided by rows.
     """
 
@@ -115,10 +115,10 @@ class Link:
         bandwidth: bytes a second of one message at a time, from one rank to another.
         collective: share of that bandwidth for each rank while all ranks of a group exchange.
         call_s: seconds of a collective besides its bytes, such as those of starting it.
-        sum_s: the same for an all-reduce; None if it is `call_s`.
+        sum_s: seconds of an all-reduce besides its bytes; None if they are `call_s`.
         neighbours: share of the bandwidth while each rank sends to the next one.
-        gather: share of it in an all-gather or a broadcast, which go round a ring; None if it is `neighbours`.
-        reduce: share of it in an all-reduce.
+        gather: share of the bandwidth in an all-gather or a broadcast, which go round a ring; None if `neighbours`.
+        reduce: share of the bandwidth in an all-reduce.
         overlap: share of a message's time during which a rank can compute.
         socket: ranks of one CPU socket; 0 if there is one socket. One link joins two sockets. Half of an all-to-all of
             n ranks, n^2 / 4 messages, crosses it, but only one message of neighbours does.
@@ -144,7 +144,7 @@ class RankDevice:
     """The device of a rank, measured while all ranks compute.
 
     Attributes:
-        speed: relative to the device of the first rank.
+        speed: its speed over that of the first rank's device.
     """
 
     name: str
@@ -153,7 +153,7 @@ class RankDevice:
     __pydantic_config__ = CONFIG
 
     def is_unlike(self, other: RankDevice) -> bool:
-        """Return whether two devices differ so much that their shares should."""
+        """Return whether two devices differ so much that they should have unequal shares."""
         speeds = sorted((self.speed, other.speed))
         memories = sorted((self.memory_bytes, other.memory_bytes))
         return speeds[1] > UNLIKE * speeds[0] or memories[1] > UNLIKE * memories[0]
@@ -174,7 +174,7 @@ class Profile:
         element_size: bytes of a number of the type in which the curves were measured.
         matmul: operations a second, over (rows, geometric mean of the matrix's sides).
         attention: operations a second, over (queries, keys).
-        head: share of that rate, over channels of a head.
+        head: share of the rate of attention, over channels of a head.
         pointwise: bytes a second by kind ("pointwise", "norm", "gelu", "interleave"), over bytes.
         kernel_s: seconds of the host for each kernel.
         kernel_gap_s: seconds of the device for each kernel besides its work, which small kernels are made of.
@@ -206,8 +206,8 @@ class Profile:
     link: Link
     block_s: Amount = 0.0
     kernel_gap_s: Amount = 0.0
-    # A segment and its message are 31 calls of Python and C, as a profile function counts them, of which the host of
-    # an H200 made one in 3.3 microseconds in steps without recording; 60 of the 100 microseconds are the message's.
+    # Computed, not measured: a segment and its message make 31 calls of Python and C, and the host of an H200 took 3.3
+    # microseconds for a call in steps without recording. Of these 100 microseconds 60 are the message's.
     segment_s: Amount = 4e-5
     idle_bytes: Count = 0
     host_memory_bytes: Count = 0
@@ -241,7 +241,7 @@ class Profile:
 
     @property
     def has_unlike_ranks(self) -> bool:
-        """Return whether measured ranks differ so much that their shares should."""
+        """Return whether measured ranks differ so much that they should have unequal shares."""
         return any(one.is_unlike(other) for one, other in itertools.combinations(self.ranks, 2))
 
     def list_measured_ranks(self) -> list[Profile]:
@@ -275,7 +275,7 @@ class Profile:
         return max(reading, 2 * parameters * tokens / self.matmul.interpolate(tokens, WIDE))
 
     def compute_decode_seconds(self, work: DecodeWork, pixels: int, share: float) -> float:
-        """Compute the seconds to decode some latent pixels on a rank with a share of their rows; 1 if none are divided.
+        """Compute the seconds to decode some latent pixels on a rank with a share of their rows; 1 is all of them.
 
         Convolutions are priced like products with the same number of operations; kernels that only read and write are
         not counted.
@@ -304,7 +304,7 @@ class Profile:
         try:
             values = files.parse_json(text)
             if isinstance(values, dict):
-                # Profiles of older versions say how busy the machine was.
+                # Profiles of older versions say how busy the machine was, which no version reads any more.
                 for name in ("product_s", "disturbed"):
                     values.pop(name, None)
             return TypeAdapter(cls).validate_json(json.dumps(values))
