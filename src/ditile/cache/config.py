@@ -261,8 +261,8 @@ class DBPruneConfig(DBCacheConfig):
     """DBPrune: each block decides for itself, from the change of its input.
 
     Attributes:
-        enable_dynamic_prune_threshold: the threshold of a step rises with the mean of its first five differences.
-        max_dynamic_prune_threshold: how far it may rise; None is twice residual_diff_threshold.
+        enable_dynamic_prune_threshold: whether the threshold of a step rises with the mean of its first 5 differences.
+        max_dynamic_prune_threshold: how far the threshold may rise; None is twice residual_diff_threshold.
         dynamic_prune_threshold_relax_ratio: the factor for that mean.
         non_prune_block_ids: indices of further blocks that always compute, besides the first Fn and the last Bn.
 
@@ -294,8 +294,8 @@ class Calibration(Fields):
     """The fields that all calibrators share. With a calibrator a cached step uses a forecast, not the last value.
 
     Attributes:
-        enable_calibrator: forecast the image stream.
-        enable_encoder_calibrator: forecast the text stream.
+        enable_calibrator: whether to forecast the image stream.
+        enable_encoder_calibrator: whether to forecast the text stream.
         calibrator_cache_type: the stored and forecast value: what the middle blocks added, or what they returned.
         calibrator_type: a field of each calibrator; it is accepted, and is the name of its class.
 
@@ -320,8 +320,8 @@ class TaylorSeerCalibratorConfig(Calibration):
 
     Attributes:
         taylorseer_order: the degree of the polynomial; 1 is a line, and 0 reuses the last value.
-        taylorseer_reach: how far it goes beyond the last computed step, in gaps between the last two computed steps;
-            after that the forecast is constant. None is any distance.
+        taylorseer_reach: how far the polynomial is followed beyond the last computed step, in gaps between the last two
+            computed steps; after that the forecast is constant. None is any distance.
 
     The others are as in `Calibration`.
     """
@@ -367,10 +367,10 @@ class ParamsModifier(Fields):
 
     Attributes:
         cache_config: its given fields override the pipeline's.
-        calibrator_config: the same; a calibrator of another class replaces the pipeline's.
+        calibrator_config: its given fields override the pipeline's; one of another class replaces the pipeline's.
 
     Raises:
-        ModelError: if a field is not known, or no config.
+        ModelError: if a field is not known, or its value is not a config.
     """
 
     cache_config: BlockCacheConfig | None = None
@@ -466,7 +466,7 @@ def format_cache_config(cache: CacheConfig, calibrator: Calibration | None = Non
             continue
         # A switch, a table and a file show only their word: their values say nothing or are long.
         if isinstance(value, int | float) and not isinstance(value, bool):
-            word = word * (place > 0) + _show_value(value)
+            word = word * (place > 0) + _show_value(value)  # the first word would repeat the method's name
         parts.append(word)
     if calibrator is not None:
         parts.append(_show_words(calibrator, "taylor", "dmd", "foca", "reach"))

@@ -32,7 +32,7 @@ from ditile.cache.methods.spectrum import ChebyshevCalibratorConfig
 from ditile.plan.errors import ModelError, StateError
 
 MakeSlot = Callable[[int, Tensor], Tensor]
-"""(number, like) -> memory of a tensor's shape and type, which stays in place between generations."""
+"""(number, like) -> memory with the shape and type of `like`, which stays in place between generations."""
 
 Total = Callable[[Tensor], Tensor]
 """Sums a small tensor on the CPU over the ranks that hold parts of the sequence; all of them call it."""
@@ -100,7 +100,7 @@ class Forecaster(abc.ABC):
 
     @property
     def state(self) -> ForecasterState:
-        """Return what the host knows of the snapshots."""
+        """Return the steps and the tensors of the snapshots."""
         return ForecasterState(self._steps, self._tensors)
 
     @state.setter
@@ -226,7 +226,7 @@ class Reuse(_Newton):
         return []
 
     def describe_state(self, step: int) -> Hashable | None:
-        """Return only the memory: its age does not matter."""
+        """Return only the addresses of the memory: the age of its value does not matter."""
         return tuple(slot.data_ptr() for slot in self._slots) or None
 
 
@@ -433,7 +433,7 @@ class Modes:
 
     Args:
         gram: inner products of the snapshots `[m + 1, m + 1]`, float64.
-        rank, ridge: as of `DMD`.
+        rank, ridge: as in `DMD`.
     """
 
     def __init__(self, gram: Tensor, rank: int | None, ridge: float) -> None:

@@ -6,7 +6,7 @@ divided by the mean absolute value. It is measured as two sums, because ranks th
 their sums before they divide.
 
 A ControlNet adds its outputs between the blocks, after the probe. The relative change of their size, which is never
-more than the change of their values, counts as a difference too: it is 1 if control begins or ends.
+more than the change of their values, counts as a difference too: it is 1 or more if control begins or ends.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class SkipDecider:
         rules: when a step may be left out.
         difference: measures two probes.
         dtype: the type in which probes are kept; None is their own.
-        shares: whether the difference of the first branch of a step counts for the others too.
+        shares: whether the difference of a step's first branch counts for its other branches too.
         feature: what is compared in place of probes.
     """
 
@@ -238,7 +238,7 @@ class SkipDecider:
                 state.control = None if call.control is None else call.control[unit.batch_slice]
 
     def get_last_differences(self, call: CacheCall) -> list[float | None]:
-        """Return the difference of each unit in this step. None where it was not measured."""
+        """Return the difference of each unit in this step; None if it was not measured."""
         return [states[0].record.differences.get(call.step) for states in self._collect_states(call)]
 
     def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:

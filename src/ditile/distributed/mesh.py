@@ -37,15 +37,15 @@ EVERYONE = "everyone"
 
 @dataclass(slots=True)
 class Axis:
-    """This rank's line along one or several axes.
+    """The ranks that differ from this rank along one or several axes only, and their group.
 
     Its group changes when a mesh renews its groups, so code that sends must read it each time.
 
     Attributes:
         name: the axes.
-        ranks: global ranks along it, in order.
+        ranks: the global ranks, in order, with this rank.
         index: this rank's place among them.
-        group: their process group; None where this rank is alone.
+        group: their process group; None if there is only this rank.
     """
 
     name: str = ""
@@ -65,15 +65,15 @@ class Mesh:
 
     Attributes:
         rank: this rank among `world`.
-        axes: the line along each axis of `AXES`.
-        sequence: ring (or gather, or distrifusion) and ulysses as one, ulysses inside.
+        axes: name of `AXES` -> this rank's `Axis`.
+        sequence: ring (or gather, or distrifusion) and ulysses as one axis, with ulysses innermost.
         pipeline_groups: along pipefusion, for what a stage sends to the next one, stage by stage in turn; see
             `select_downstream_group`.
         latents: another group, for what comes back from the last stage. NCCL's messages have no tags, and all messages
             between two ranks of a group are one queue: one down the pipeline would wait for receives posted earlier.
         control: a CPU group of the ranks of one image, for headers and decisions.
         within_calls: a CPU group of all ranks, for what they agree on within a call.
-        everyone: another one, for what they agree on between calls. No error of a call leaves messages in it.
+        everyone: another CPU group of all ranks, for what they agree on between calls. No error leaves messages in it.
         traffic: bytes sent.
         groups: makes and keeps its groups.
         shared: whether other meshes have the same groups.
@@ -102,7 +102,7 @@ class Mesh:
         """Make the communicators and the connections between ranks that an image needs. All ranks must call it."""
         # NCCL would make both when they are first used: in the middle of an image, while kernels wait for messages, so
         # that ranks would wait for each other forever.
-        # Groups in which a plan starts several messages at once; tensor parallelism never does.
+        # These are the groups in which a plan starts several messages at once; tensor parallelism never does.
         exchanging = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)]
         exchanging.append(self.sequence)
         # Stages exchange such messages in this warmup mode; in the others they have channels, which connect one by one.
@@ -201,7 +201,7 @@ class Communicators:
             BROKEN_WORLDS.add(dist.group.WORLD)
 
     def begin_epoch(self) -> None:
-        """Destroy all groups except the one of all ranks between calls. Others replace them. All ranks must call it."""
+        """Destroy all groups but the one between calls, so that meshes make new ones. All ranks must call it."""
         kept = {}
         given_up = []
         for key, group in self._groups.items():
@@ -292,7 +292,7 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
 
 
 def _make_mesh_groups(plan: Plan, rank: int, communicators: Communicators) -> Mesh:
-    """Make the mesh of a rank of several, without the group of all ranks between calls."""
+    """Make the mesh of one of several ranks, without the group of all ranks between calls."""
     axes: dict[str, Axis] = {}
     for name in AXES:
         # The only axis of a plan shares the group of all ranks under NCCL, which saves memory of the GPU. Groups of
@@ -327,7 +327,7 @@ def _make_mesh_groups(plan: Plan, rank: int, communicators: Communicators) -> Me
 
 
 def find_local_rank() -> int:
-    """Find this process's rank on its machine. In a script's own group it is its rank, as nothing else is known."""
+    """Find this process's rank on its machine. In a group made by the script it is the rank, for want of another."""
     place = env.read_torchrun_place()
     if place is not None:
         return place.local_rank
@@ -364,8 +364,8 @@ def _make_subgroup_axis(
     *,
     backend: str | None = None,
 ) -> Axis:
-    """Make this rank's line along some axes, with its group."""
-    # torch wants every rank to make the groups of all lines, in one order.
+    """Make one `Axis` of this rank along some axes of the plan, with its group."""
+    # torch wants every rank to make the groups of all ranks, in one order.
     own_axis = Axis(name, (rank,))
     for ranks in list_subgroups(plan, names):
         group = None
@@ -399,8 +399,8 @@ def _make_pipeline_groups(plan: Plan, rank: int, stages: Axis, groups: Communica
 def has_one_queue() -> bool:
     """Return whether a rank's collectives and messages in a group are one queue.
 
-    They are in NCCL's groups after `init_process_group(device_id=...)`, which makes communicators at once. Otherwise
-    each pair of ranks gets a communicator of its own for messages.
+    They are one queue in NCCL's groups after `init_process_group(device_id=...)`, which makes communicators at once.
+    Otherwise each pair of ranks gets a communicator of its own for messages.
     """
     return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
@@ -413,8 +413,7 @@ def make_subgroup(
     *,
     backend: str | None = None,
 ) -> dist.ProcessGroup | None:
-    """Make a separate group for the ranks along some axes. None where this rank is alone on them. All ranks must call
-    it.
+    """Make a separate group for the ranks along some axes; None if all degrees are 1. All ranks must call it.
 
     Args:
         purpose: what it is for; meshes that share their groups share it.

@@ -32,9 +32,9 @@ class Grid(NamedTuple):
     """The tokens of an image, row after row, or of a video, frame after frame. Patches are runs of whole rows.
 
     Attributes:
-        rows: of a frame.
-        tokens_per_row: how many.
-        frames: of a video whose patches are the same rows of every frame.
+        rows: the number of rows in a frame.
+        tokens_per_row: the number of tokens in a row.
+        frames: the number of frames in a video, whose patches are the same rows of every frame.
     """
 
     rows: int
@@ -71,7 +71,7 @@ class TokenShard:
         return sum(map(len, self.image))
 
     def count_tokens(self, *, joint: bool = True) -> int:
-        """Count the tokens in an attention layer. It sees the text too, or only the image."""
+        """Count the tokens in an attention layer. A `joint` layer sees the text too."""
         if not joint:
             return self.image_tokens
         return self.image_tokens + len(self.text)
@@ -110,7 +110,7 @@ class Layout:
         """Cut a grid into patches of reference images, which come first, and patches of the image.
 
         Args:
-            grid, text, joint: as of a layout.
+            grid, text, joint: as in `Layout`.
             even: whether patches are of equal work; otherwise the references are one patch.
 
         Raises:
@@ -174,7 +174,7 @@ class Layout:
         return self.grid.num_tokens
 
     def count_layer_tokens(self, *, joint: bool) -> int:
-        """Count the tokens in an attention layer. It sees the text too, or only the image."""
+        """Count the tokens in an attention layer. A `joint` layer sees the text too."""
         if not joint:
             return self.image_tokens
         return self.image_tokens + self.text
@@ -215,7 +215,7 @@ class Layout:
         return self.joint != "none" and patch in (None, self.num_references)
 
     def locate_in_sequence(self, shard: TokenShard, *, joint: bool) -> tuple[range, ...]:
-        """Return the positions of a shard's tokens in an attention layer. It sees the text too, or only the image."""
+        """Return the positions of a shard's tokens in an attention layer. A `joint` layer sees the text too."""
         if not joint:
             return shard.image
         is_text_first = self.joint == "text_first"
@@ -234,7 +234,7 @@ def _shift_runs(runs: Iterable[range], offset: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The split of a patch's tokens over ranks; under DistriFusion each has a patch of rows, and all the text.
+    """The split of a patch's tokens over ranks. Under DistriFusion each rank has a patch of rows, and all the text.
 
     Attributes:
         ring, distrifusion, ulysses: the degrees; ranks are counted with ulysses innermost. Gather counts as ring.
@@ -264,7 +264,7 @@ class Split:
     def count_patch_rows(self, rows: int) -> Sequence[int]:
         """Return the rows of each patch of DistriFusion, for an image with `rows` rows."""
         shares = tuple(map(sum, self._group_weights()))
-        # Here too, equal weights count as no weights.
+        # Equal weights count as no weights, as in `pick_weighted_chunk`.
         if len(set(shares)) == 1:
             return balance_patch_rows(rows, self.distrifusion)
         return count_weighted_shares(rows, shares)
@@ -337,7 +337,7 @@ class Split:
 
 
 def _pick_shard(text: range, image: Iterable[Sequence[range]], weights: tuple[float, ...], index: int) -> TokenShard:
-    """Return a rank's share of the text and of each patch, which is runs of image tokens."""
+    """Return a rank's share of the text and of the patches. `image` has the runs of tokens in each patch."""
     own_runs: list[range] = []
     for runs in image:
         own_runs += _pick_from_runs(runs, weights, index)
@@ -372,10 +372,10 @@ def spread_branches(rows: Sequence[int], ranks: int, *, keeps_calls: bool = Fals
 
     Args:
         rows: the number of branches in each call.
-        ranks: among which they are spread.
+        ranks: the number of ranks that share them.
         keeps_calls: whether each call stays whole on one rank; otherwise several ranks may share its branches.
     """
-    units = [1] * len(rows) if keeps_calls else rows
+    units = [1] * len(rows) if keeps_calls else rows  # in each call, what may go to different ranks
     spread: list[list[range]] = []
     for rank in range(ranks):
         own = pick_even_chunk(range(sum(units)), ranks, rank)
@@ -394,7 +394,7 @@ def spread_branches(rows: Sequence[int], ranks: int, *, keeps_calls: bool = Fals
 
 
 def count_most_in_rows(rows: Sequence[int], ranks: int) -> int:
-    """Return the number of branches of the rank with most where each call alone is split.
+    """Return the most branches that a rank has if each call is split by itself.
 
     A call with fewer branches than ranks is computed by all of them.
     """
@@ -441,8 +441,7 @@ def merge_ranges(runs: Iterable[range]) -> tuple[range, ...]:
 
 
 def balance_patch_rows(rows: int, patches: int, text_rows: float = 0.0) -> list[int]:
-    """Return the rows of each patch, none empty, in nearly equal numbers. Patch 0 has `text_rows` rows' worth of text
-    on top.
+    """Divide rows into patches of nearly equal work, none empty. The text costs patch 0 as much as `text_rows` rows.
 
     `rows` must be at least `patches`.
     """

@@ -123,13 +123,13 @@ class PatchSchedule:
         )
 
     def is_synchronous(self, step: int) -> bool:
-        """Return whether nothing is stale in a step. With one patch nothing can be."""
+        """Return whether nothing is stale in a step. With one patch nothing ever is stale."""
         return step < self.warmup or step in self.again or self.patches * self.distrifusion == 1
 
     def sends_in_full(self, step: int) -> bool:
         """Return whether no message of a step may be a difference from an earlier one.
 
-        This is so in synchronous steps, if others are not, and in `again`, the first steps of another model.
+        This is so in synchronous steps, if others are asynchronous, and in `again`, the first steps of another model.
         """
         return step in self.again or (self.patches * self.distrifusion > 1 and self.is_synchronous(step))
 
@@ -236,8 +236,8 @@ class PatchSchedule:
         return tuple(ages)
 
     def compute_reference_age(self, step: int, least: int) -> int:
-        """Return how many steps ago references were last computed, at least `least`. If never, it is one before the
-        first step."""
+        """Return how many steps ago references were last computed, at least `least`. Before the first time, they count
+        as computed before step 0."""
         for age in range(least, step + 1):
             if self.computes_references(step - age):
                 return age
@@ -406,6 +406,7 @@ def _count_early_patches(
     with_latents = patches - references
     # A patch must be back from the step before when its turn comes again.
     due = max(patch + 1 - references, 0) - with_latents
+    # The newest patch of this step whose first call was at least `ahead` calls ago.
     newest = patch - left_out - (ahead - turn + calls - 1) // calls
     if newest >= 0:
         early = max(left_out + newest + 1 - references, 0)
