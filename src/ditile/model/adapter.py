@@ -103,7 +103,7 @@ class TransformerBlockLists:
     Attributes:
         transformer: the transformer itself, without the modules that torch.compile or peft wrapped around it.
         lists: its lists, in order of execution.
-        has_separate_cfg: as of the adapter.
+        has_separate_cfg: as in `BlockAdapter`.
         undo: reverts the edits of a `PatchFunctor`.
     """
 
@@ -142,7 +142,7 @@ def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
         ModelError: if blocks do not belong to the transformer, or the blocks do not follow the patterns.
     """
     validate_adapter(adapter)
-    # Without a name of its own the adapter has the transformers of its pipeline.
+    # An adapter without transformers has those of its pipeline.
     named = adapter.transformer
     if isinstance(named, nn.Module):
         named = [named]
@@ -195,7 +195,7 @@ def find_transformers(pipe: Any) -> list[nn.Module]:
     for name, part in list_pipeline_parts(pipe).items():
         if not isinstance(part, nn.Module):
             continue
-        # Some pipelines have another name for theirs, which the table knows by its class.
+        # Some pipelines give their transformer another name; the table knows it by its class.
         if "transformer" in name or find_table_entry(type(unwrap_module(part))):
             transformers.append(part)
     if not transformers:
@@ -214,7 +214,7 @@ def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | 
     if not value:
         raise ModelError(f"{what} is empty; leave it out, or name one")
     if count == 1:
-        # With one transformer, a list that contains one list is the list of that transformer's entries.
+        # With one transformer, [[a, b]] has the meaning of [a, b].
         if len(value) == 1 and isinstance(value[0], (list, tuple)) and not _is_list_of_blocks(value[0]):
             value = value[0]
         return [_list_field_entries(value)]
@@ -254,8 +254,8 @@ def _resolve_transformer(
     """Resolve the lists of one transformer; patterns and modifiers are one for each list, or one for all."""
     # This comes first, because it may edit the blocks.
     undo = _apply_functor(model, adapter.patch_functor)
-    # Called even if the adapter names the blocks, because it refuses a transformer with blocks that must not be
-    # skipped.
+    # This is called even if the adapter names the blocks, because it refuses a transformer with blocks that must not
+    # be skipped.
     known_lists = look_up_block_lists(model)
     dummies = adapter.dummy_blocks_names or ()
     for name in dummies:
@@ -327,7 +327,7 @@ def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
 def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: ForwardPattern | None) -> NamedBlocks:
     """Return the list that auto=True finds. Raises `ModelError` if none matches the adapter."""
     matches = []
-    others = []
+    names = []
     prefixes = tuple(adapter.allow_prefixes)
     suffixes = tuple(adapter.allow_suffixes)
     for name, blocks, call in import_lab("study.flows").find_candidate_lists(model):
@@ -342,13 +342,13 @@ def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: Forward
         is_usable = (call is None or call.alone) and name not in (adapter.dummy_blocks_names or ())
         if is_named and is_classed and is_alike and is_usable:
             matches.append((name, tuple(blocks)))
-        others.append(name)
+        names.append(name)
     if not matches:
         pattern_name = None if pattern is None else pattern.name
         raise ModelError(
             f"auto=True finds no list of {type(model).__name__} with forward_pattern="
             f"{pattern_name} and allow_prefixes={list(adapter.allow_prefixes)}; "
-            f"it has {', '.join(others) or 'no list of blocks'}"
+            f"it has {', '.join(names) or 'no list of blocks'}"
         )
     matches.sort(key=lambda match: len(match[1]), reverse=adapter.blocks_policy == "max")
     return matches[0]

@@ -40,7 +40,7 @@ from ditile.plan.guidance import GuidanceRule
 from ditile.plan.plan import suggest_whole_images
 
 COUNT_NAME = re.compile(r"num_inference_steps|height|width|num_frames|video_length|num_\w+_per_prompt")
-"""Names of arguments that generate nothing if they are zero."""
+"""Names of numbers that leave nothing to generate if they are zero."""
 CONTENT_NAME = re.compile(r"(prompt|timesteps|sigmas)(_\d|_embeds)*")
 """Names of arguments that must not be empty if they are present."""
 DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
@@ -73,10 +73,11 @@ _TIMED_GUIDANCE: dict[str, tuple[str, ...]] = {
     "ZImageOmniPipeline": ("cfg_truncation",),
     "ZImagePipeline": ("cfg_truncation",),
 }
-"""Pipelines whose loop calls its model differently in some steps -> the arguments that request it; none: always."""
+"""Pipelines whose loop calls its model differently in some steps -> the arguments that request it. Empty: it always
+does."""
 _BESIDE_THE_LOOP = re.compile(r"vae|encoder|decoder|checker|embed|project|adapter|control")
 """Parts of the names of components that a user's own pipeline does not call in its loop."""
-COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
+COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")  # a pipeline has one of these arguments, if any
 
 
 _CALL_TYPES: dict[re.Pattern[str], tuple[Any, str]] = {
@@ -147,8 +148,7 @@ def read_call_values(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_pipeline_parts(pipe: Any) -> dict[str, Any]:
-    """Return the parts of a pipeline by name, also those that `components` leaves out because its class can make
-    them."""
+    """Return a pipeline's parts by name, also parts that its class can make, which `components` leaves out."""
     components = getattr(pipe, "components", None) or {}
     return {**components, **getattr(pipe, "__dict__", {})}
 
@@ -202,7 +202,7 @@ def find_pipeline_device(pipe: Any) -> torch.device:
 
 
 def find_denoisers(pipe: Any) -> dict[str, nn.Module]:
-    """Return the models of a pipeline's loop, by name: one, or two of a class in turns; unwrapped if compiled.
+    """Return the models of a pipeline's loop by name; a compiled model is unwrapped.
 
     Raises:
         ModelError: if it has none, or two that differ in their classes.
@@ -273,7 +273,7 @@ def count_most_iterations(pipe: Any, call: Mapping[str, Any], steps: int | None)
             continue
         try:
             most = max(most, len(call[name]))
-        # It is a number, or a tensor of one: validation is left to the pipeline.
+        # The argument is a number, or a tensor of one number: the pipeline itself checks it.
         except TypeError:
             return None
     return int(most * getattr(pipe.scheduler, "order", 1))
@@ -304,11 +304,11 @@ def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
 
 
 def read_guidance_rule(pipeline: Any, config: Mapping[str, Any]) -> GuidanceRule | None:
-    """Return the rule by which a call of a pipeline's class has a second branch of guidance, from the table of rules.
+    """Read from the table of rules when a call of a pipeline has a second branch of guidance.
 
     Args:
         pipeline: a pipeline, or a class of pipelines.
-        config: of the pipeline, which says whether a model is distilled.
+        config: the pipeline's config, which says whether its model is distilled.
 
     Returns:
         None for a class that is not in the table, and for a user's own call.
@@ -334,7 +334,7 @@ def _read_guidance_table() -> Mapping[str, Mapping[str, Any]]:
 
 
 def describe_cut_prompts(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Describe the first text of a call that every text encoder cuts. Return None where there is none."""
+    """Describe the first text of a call that every text encoder cuts; return None if no text is cut by all."""
     parameter = list_call_parameters(pipe).get("max_sequence_length")
     most_tokens = call.get("max_sequence_length", getattr(parameter, "default", None))
     for name in ("prompt", "negative_prompt"):
@@ -354,7 +354,7 @@ def _count_cut_tokens(pipe: Any, text: Any, most_tokens: Any) -> Iterator[tuple[
         if encoder is None or not isinstance(tokenizer, PreTrainedTokenizerBase) or not isinstance(text, str):
             continue
         limit = tokenizer.model_max_length
-        # CLIP has an embedding for each place, and reads no more than those; T5 reads what the call says.
+        # CLIP has an embedding for each place, and reads no further token; T5 reads as many tokens as the call says.
         places = getattr(getattr(encoder, "config", None), "max_position_embeddings", None)
         num_tokens = len(tokenizer(text, verbose=False).input_ids)
         yield max(0, num_tokens - min(places or limit, most_tokens or limit)), num_tokens
@@ -397,7 +397,7 @@ def explain_callback_refusal(pipe: Any, call: Mapping[str, Any], steps: int | No
 
     Args:
         call: its arguments, and the defaults of the others.
-        steps: their number, if known.
+        steps: the number of steps, if known.
     """
     if not hasattr(type(pipe), "do_classifier_free_guidance"):
         return None
@@ -414,7 +414,7 @@ def explain_callback_refusal(pipe: Any, call: Mapping[str, Any], steps: int | No
         ratio = config.get("cutoff_step_ratio")
         if index is None and ratio is not None and steps is not None:
             index = int(steps * ratio)
-        # One that comes after the last step but one changes nothing.
+        # After the last step a callback changes nothing.
         if index is None or steps is None or index < steps - 1:
             return explain_ended_guidance(type(callback).__name__)
     return None
@@ -479,7 +479,7 @@ def explain_replaced_step_refusal(pipe: Any) -> str | None:
 
 
 def explain_changed_size_refusal(pipe: Any) -> str | None:
-    """Explain why a scheduler with changing latent sizes cannot work with cut latents, or None."""
+    """Explain why a scheduler that changes the size of latents cannot work with cut ones; None if the size stays."""
     scales = getattr(pipe.scheduler, "config", {}).get("scale_factors") or ()
     if all(scale == 1 for scale in scales):
         return None
@@ -506,7 +506,7 @@ def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool, trusts_code
 
     Args:
         partial: whether tokens are cut, and belong to branches of guidance.
-        fresh: whether all of a prediction that counts is from the current step.
+        fresh: whether every part of a prediction that is used is from the current step.
         trusts_code: whether a user's guider may receive a prediction that is partly unknown.
     """
     for name, part in vars(pipe).items():

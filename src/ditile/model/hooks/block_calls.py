@@ -58,7 +58,7 @@ from ditile.plan.layout import Grid, merge_ranges
 
 Forward = Callable[..., Any]
 VisitBlock = Callable[[Generation, BlockHook, dict[str, Any], Forward], Any]
-"""Returns a block's output in a call, given its arguments; the forward takes the same by name."""
+"""Returns a block's output in a call, given its arguments; the block's forward takes these arguments by name."""
 
 FOR_ATTENTION = "attention_kwargs"
 """Suffix of diffusers' arguments that only attention reads. Attention cuts their masks itself."""
@@ -68,7 +68,7 @@ class BlockCalls:
     """The calls of one transformer in a pipeline's call.
 
     Args:
-        anatomy: the meaning of its dimensions.
+        anatomy: the meaning of the dimensions of its arguments.
         now: the current generation.
         memo: remembers the outputs of modules outside of blocks.
     """
@@ -174,7 +174,7 @@ class BlockCalls:
     def _check_visits(self, expected: int) -> None:
         """Raise `StateError` if the forward left out blocks, since stages may meet at them."""
         if self._visits != expected:
-            # Tensor parallelism counts the blocks of a call too, so it would fail as well.
+            # The advice does not name tensor parallelism, which counts the blocks of a call too.
             raise StateError(
                 f"{self._model_name} ran {self._visits} blocks at {self._now.micro_step}, and "
                 f"{expected} when it was first called so; it must run the same blocks in every call, so use a plan of "
@@ -193,7 +193,7 @@ class BlockCalls:
         # The pipeline gets one result for the whole batch.
         results = []
         for index, batch_range in enumerate(micro_batches):
-            # Its messages are due before its first block is reached.
+            # The messages of a micro-batch are due before its first block is reached.
             self._policy.begin_micro_batch(index)
             select = operator.itemgetter(slice(batch_range.start, batch_range.stop))
             results.append(forward(**slice_rows(inputs, known, select)))
@@ -286,7 +286,7 @@ class BlockCalls:
         height, width = latents.shape[2:4] if is_channel_last else latents.shape[3:]
         grid = Grid(height // side, width // side)
         if not 1 < self._policy.row_parts <= grid.rows:
-            return flat
+            return flat  # nothing cuts rows, or there are too few
         frames, rest = divmod(tokens, grid.num_tokens or tokens)
         if rest or frames == 1:
             return flat
@@ -385,12 +385,12 @@ class _SurveyPass:
         self._advice = advice
         self.poisons_text = False
         self._lengths: dict[str, int] = {}  # tokens of each kind
-        self._start = 0
+        self._start = 0  # the first token that is made of the latents
         self._rows = 1
         self._latents = range(0) if anatomy.is_one_sequence else None
-        self._before: tuple[Tensor, Tensor | None, int] | None = None
-        self._glued: set[int] = set()
-        self._fed: dict[str, Tensor] = {}
+        self._before: tuple[Tensor, Tensor | None, int] | None = None  # the streams at the previous block
+        self._glued: set[int] = set()  # blocks before which the forward makes new tokens
+        self._fed: dict[str, Tensor] = {}  # later blocks -> whether NaN of the latents come around the first block
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
         """Record token lengths and NaN from the latents, check the arguments, and return the streams."""
@@ -496,7 +496,7 @@ def _rehearse_block(last: int, now: Generation, hook: BlockHook, call: dict[str,
     layout = now.tokens.layout
     start = layout.text if anatomy.joint == "text_first" else 0
     image = torch.nan_to_num(image)
-    # A patch, or the rows of tokens whose number has a bit.
+    # These are the tokens of a patch, or the rows whose number has the bit.
     runs = list(layout.locate_tokens(now.dry.patch))
     if now.dry.bit is not None:
         runs = []
@@ -515,8 +515,8 @@ class _PassedStreams(NamedTuple):
     """The full-size streams that a block returned while its tokens went directly to the next hook.
 
     Attributes:
-        version: of the image, as PyTorch counts writes in place.
-        block: its index.
+        version: the number of writes into the image, as PyTorch counts them.
+        block: the block's index.
     """
 
     image: Tensor
@@ -531,7 +531,7 @@ class _DividedPass:
     def __init__(self, policy: BlockPolicy, anatomy: Anatomy, last: int) -> None:
         self._policy = policy
         self._last = last
-        self._apart: set[str] = set()  # lists whose streams are `[B, tokens, C]`, each by itself
+        self._apart: set[str] = set()  # lists whose streams are `[B, tokens, C]`, image and text not joined
         self._cut_arguments: dict[str, list[tuple[str, Kinds]]] = {}
         for name, blocks in anatomy.lists.items():
             if blocks.tokens == 1 and blocks.joint == "none":
@@ -569,7 +569,7 @@ class _DividedPass:
             return give_streams(anatomy, image, text)
         if self._has_all_tokens and state.image.shape[1] == now.tokens.layout.image_tokens:
             image, text = self._join_streams(anatomy, state)
-        # If another stage computes this block, nothing on this rank reads its tokens.
+        # If another stage computes this block, `state` is `tokens`, and nothing on this rank reads them.
         elif index + 1 in now.form.glued and state is not tokens:
             image, text = self._place_tokens(now, hook, state)
         self._passed = _PassedStreams(image, text, image._version, index)
@@ -578,7 +578,7 @@ class _DividedPass:
         return give_streams(anatomy, image, text)
 
     def forget_tokens(self) -> None:
-        """Free the tokens that are not read after the last block."""
+        """Free the tokens, which nothing reads after the last block."""
         self._state = self._no_tokens
         self._passed = None
         self._joined = None

@@ -57,12 +57,12 @@ LOADED_ATTRIBUTE = "_loaded_by_ditile"
 
 @dataclass(frozen=True, slots=True)
 class LoadedBlocks:
-    """The part that was read of a transformer whose other blocks are placeholders from the start.
+    """The part of a transformer that was read from files, if its other blocks are placeholders from the start.
 
     Attributes:
         owned: the blocks that were read.
-        weights: the parameters of the whole.
-        bytes_read: from the files.
+        weights: the numbers of parameters in the whole transformer.
+        bytes_read: the bytes that were read from the files.
         guards: refuse calls and saving with only a part of the weights, until a runner has it.
         shard: (index, weights of the ranks) of the part read from each tensor.
         tensor_shares: see `TensorCuts`.
@@ -93,7 +93,7 @@ class TransformerHooks:
 
     Attributes:
         batch_dims: finds which dimension of each argument of the transformer is the batch.
-        replacement_blocks: for placeholders that are nevertheless computed here, with streamed weights.
+        replacement_blocks: index of a placeholder -> the block that computes here in its place, with streamed weights.
         guards: make the transformer refuse some uses until it is whole again; see `guard_calls` and `guard_saving`.
     """
 
@@ -183,10 +183,10 @@ class TransformerHooks:
         """Hand these blocks over to a runner, from a transformer that is whole or has only these blocks.
 
         Returns:
-            The parameters of the whole.
+            The numbers of parameters in the whole transformer.
 
         Raises:
-            StateError: if a runner has it, other blocks were read, or blocks to be kept were not read.
+            StateError: if a runner has the transformer, or only other blocks, or too few for `keep`, were read.
         """
         loaded = self.loaded_blocks
         name = type(self.transformer).__name__
@@ -296,7 +296,7 @@ class TransformerHooks:
             dispatch: the name of the attention backend that calls a core, given the name that a processor has.
             fuse: is called on the blocks that run here uncompiled.
             pipe: the pipeline of the model, which may have compiled it.
-            compile_: compiles the forward of each block, where the user did not.
+            compile_: compiles the forward of each block that runs here, unless the user compiled the model.
             around: wraps the forward of a block that runs here, if given.
         """
         memo = self._make_memoizer(policy, owned, now)
@@ -304,7 +304,7 @@ class TransformerHooks:
         # This must come before the bypass below, which hides the compiler that the user chose.
         compile_ = find_compiler(pipe, self.transformer) or compile_
         with ExitStack() as stack:
-            # Without it the guard of a partial model refuses the call.
+            # Without this attribute the guard of a partial model refuses the call.
             override_attribute(stack, self.transformer, IN_CALL, True)
             if self.other is not None:
                 others = self.other.install_hooks(

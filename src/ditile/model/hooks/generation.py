@@ -29,14 +29,14 @@ class LayerTokens:
 
     Attributes:
         runs: for each rank that holds some of them, the places of its tokens in the whole sequence, in its own order.
-        index: this rank among them.
-        length: of the whole sequence.
-        image: where the image is in it; empty in a layer of text only.
-        dummies: tokens here that stand for absent text, before or after the others; no other rank sees them.
-        dummies_first: whether they come before the others.
-        are_none: whether no rank has any: the text is not computed at this micro-step.
-        patches: of the sequence.
-        rank_lengths: tokens of each rank, without dummies.
+        index: this rank's place among these ranks.
+        length: the number of tokens in the whole sequence.
+        image: the places of the image in the sequence; empty in a layer of text only.
+        dummies: the number of this rank's tokens that stand for absent text; no other rank sees them.
+        dummies_first: whether dummies come before the real tokens, and not after them.
+        are_none: whether no rank has tokens: the text is not computed at this micro-step.
+        patches: the number of patches in the sequence.
+        rank_lengths: the number of each rank's tokens, without dummies.
         real_tokens: this rank's tokens without the dummies.
     """
 
@@ -66,8 +66,8 @@ class LayerTokens:
         """Return the number of token keys before the extra keys, see `FURTHER` of `plan/anatomy.py`.
 
         Args:
-            kind: of the attention call.
-            own: keys of this rank's tokens, with its dummies; None for the keys of the whole sequence.
+            kind: the kind of the attention call.
+            own: the number of keys of this rank's tokens, with its dummies; None for keys of the whole sequence.
         """
         length = self.length if own is None else own
         # The letters of a kind are in the order of its keys.
@@ -88,9 +88,9 @@ class TokenShares:
     """The split of a call's tokens over ranks, and this rank's place in it.
 
     Attributes:
-        split, index: of a patch, or of the image.
-        warmup_split, warmup_index: of the whole image, where a warmup group computes it together; None if there is no
-            group, or it is inactive.
+        split, index: the split of a patch, or of the image, and this rank's place in it.
+        warmup_split, warmup_index: the split of the whole image by a warmup group, and this rank's place in it; the
+            split is None if there is no group, or it is inactive.
     """
 
     split: Split = Split()
@@ -214,15 +214,15 @@ class DryIteration:
 
     Attributes:
         patch: the patch whose places a rehearsal finds; None in an iteration that computes, and in one that blends.
-        bit: in a rehearsal that finds which rows of tokens reach the result: rows whose number has this bit are NaN.
+        bit: rows of tokens whose number has this bit are NaN, in a rehearsal that finds the rows that reach the result.
         blended_step: the step for which the pipeline blends its latents again; None in any other iteration.
-        called_models: by branch.
-        results: of the transformer's calls, by branch.
-        recognises_call: (its branch, model, names and shapes, as in `Findings.forms`; its arguments; the name of the
-            first) -> whether `results` has its result, so that it is not made; None where every call is made.
+        called_models: the model that each branch called.
+        results: the results of the transformer's calls, by branch.
+        recognises_call: (key of a call as in `Findings.forms`, its arguments, name of the latents among them) ->
+            whether `results` already has its result, so that it is not made; None if every call is made.
         surveys_again: whether calls that were surveyed before are surveyed again.
-        latent_rows: of the first call, tokens that are made of latents, and tokens between them that pad a sequence.
-        padding_rows: of the first call, the tokens that pad it, where reference images are looked for.
+        latent_rows: the tokens of the first call that are made of latents, with padding between such tokens.
+        padding_rows: the tokens of the first call that pad it; they are found if there may be reference images.
     """
 
     patch: int | None = None
@@ -241,13 +241,13 @@ class Findings:
     """The results of surveys and a rehearsal of a pipeline's call; later calls with the same shapes reuse them.
 
     Attributes:
-        forms: of each surveyed call, by its branch, model, and the shapes and names of its arguments.
-        prediction_pieces: of the transformer's predictions, by branch and patch; a call returns one or several.
+        forms: the form of each surveyed call, by its branch, model, mode, and the shapes and names of its arguments.
+        prediction_pieces: by branch and patch, the patch's piece of each prediction that the call returns.
         whole_steps: steps with calls that are computed whole.
         changed_steps: steps that must be synchronous: they call another model than the step before, or in another mode,
             or compute the whole image.
-        reference_rows: of the first call, the tokens of reference images.
-        num_references: patches of reference images.
+        reference_rows: the tokens of reference images in the first call.
+        num_references: the number of patches of reference images.
         live_arguments: arguments of the model, apart from its first one, that the pipeline makes of latents in each
             step.
         reads_latents_everywhere: whether more than the first block reads the latents, so that every stage needs them.
@@ -289,36 +289,36 @@ class Generation:
     """The pipeline's position, and the state that survives a step.
 
     The loop writes, at the beginning:
-        schedule: of the steps, as far as it is known.
+        schedule: the micro-steps of all steps, as far as they are known.
         is_under_way: whether the pipeline's loop is running.
         shares: which tokens this rank computes.
         branches: (step, calls) -> which of the calls this rank computes.
         memory: keys, values, and what is remembered.
         is_read: whether the model's result is read, as on the last stage.
-        recorder: records calls of the model and plays them in later steps; None where each runs its code.
-        pieces: of the latents, by scheduler and patch; none where latents are not cut.
+        recorder: records calls of the model and plays them in later steps; None if every call runs its code.
+        pieces: by scheduler and patch, the patch's piece of the latents; empty if latents are not cut.
 
     The loop writes, in each micro-step:
-        micro_step: the one being computed; it counts the steps that compute.
-        loop_step: of the pipeline's loop, which also counts steps whose predictions are forecast.
-        computes: whether the model's calls are made; None if the first of them decides.
-        token_patch: the patch whose tokens are computed in it, None for all: with DistriFusion also for all of the
-            image without references.
-        is_stale: whether it reads keys of the step before.
-        keeps_keys: whether its keys are, or may be, read in the next step.
+        micro_step: the current micro-step; its number of the step counts only steps that compute.
+        loop_step: the step of the pipeline's loop, which also counts steps whose predictions are forecast.
+        computes: whether the model's calls are made; None if the first call decides.
+        token_patch: the patch whose tokens are computed, None for all patches. With DistriFusion it may be the patch
+            that is the whole image without its references.
+        is_stale: whether attention reads keys of the step before.
+        keeps_keys: whether the keys are, or may be, read in the next step.
 
     Calls of the model write:
         branch: counts the transformer calls since the last `scheduler.step`.
-        calls: their number in a step, known after the first one.
+        calls: the number of transformer calls in a step, known after the first step.
         is_forecast: whether the last call was not made.
-        batch: rows of a call.
-        micro_batch: counts the runs of rows, where a call is computed in several.
-        batch_range: the rows of the current micro-batch; None is all.
+        batch: the number of rows in a call.
+        micro_batch: the number of the current micro-batch, if a call is computed in several.
+        batch_range: the rows of the current micro-batch; None is all rows.
         is_whole: whether every rank computes all tokens of the current call, see `Anatomy.modes`.
-        form: of the current call.
-        is_surveyed: whether the current call computes no block, or is a call of another model: it does not count.
-        layouts: of each branch, and of its calls that are computed whole; known once one of them was surveyed.
-        tokens: of the current call, out of `layouts`.
+        form: the form of the current call.
+        is_surveyed: whether the current call does not count: it computes no block, or is a call of another model.
+        layouts: the tokens of each branch, apart for calls that are computed whole; known after a survey.
+        tokens: the tokens of the current call, out of `layouts`.
 
     The rehearsal writes `dry` and `findings`.
     """
@@ -385,8 +385,8 @@ class Generation:
     def find_bases(self, *site: Hashable) -> SiteBases | None:
         """Find what last arrived at the site of a message of the current call.
 
-        The site tells its sizes on all ranks too: all ranks agree on whether it is new. None in a step whose messages
-        travel in full.
+        The site includes the sizes of the message on all ranks, so that all agree on whether the site is new. Returns
+        None in a step whose messages travel in full.
         """
         if self.schedule.sends_in_full(self.micro_step.step):
             return None

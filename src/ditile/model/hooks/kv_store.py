@@ -1,4 +1,4 @@
-"""The memory that survives a step: stale keys and values, and remembered outputs. One per generation.
+"""The memory that survives a step: stale keys and values, and remembered outputs. Each generation has its own.
 
 The keys of the whole image are in one buffer `[B, S, N, H]`, and so are the values, in the order of the sequence, so
 that a patch attends to them without a copy. Each head is contiguous, which attention reads faster. Every segment (a
@@ -34,7 +34,7 @@ READ_VERSION = operator.attrgetter("_version")
 
 BUFFER_OWNER = "buffer"
 MESSAGE_OWNER = "message"
-"""These stand in place of the branch of keys and values."""
+"""The owners of buffers and of messages in `GenerationMemory.list_addresses`; a branch owns keys and values."""
 
 SegmentMark = tuple[tuple[int, str], int, int]
 """(branch and layer, segment, age in steps) of a written segment."""
@@ -86,14 +86,14 @@ class KeyStore:
         self.incoming_runs: Sequence[tuple[range, ...]] = ()
         # The step that wrote each segment.
         self.written = [NEVER] * segments
-        # The segments that a recorded call marks, including those marked with their old step.
+        # Segment -> step, for all segments that a recorded call marks, even if the step is the old one.
         self.marks: dict[int, int] | None = None
         self._places: dict[tuple[tuple[range, ...], range | None], list[_KeyPlace]] = {}
 
     def write_keys(
         self, k: Tensor, v: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Write k and v `[B, n, N, H]` over stale ones and return the whole.
+        """Write k and v `[B, n, N, H]` over stale ones; return the keys and values of the whole sequence.
 
         Raises `StateError` for another batch size.
 
@@ -230,7 +230,7 @@ class AgeChecks:
         self.passed = 0
 
     def expect_ages(self, store: KeyStore, step: int, ages: Iterable[int], where: str) -> None:
-        """Raise `StateError` unless the segments of a store have these ages; before the first step they are None."""
+        """Raise `StateError` unless a store's segments have these ages; one older than the first step has no age."""
         scheduled: list[int | None] = []
         for age in ages:
             # A key from before the first step was never written.
@@ -294,7 +294,7 @@ class RememberedOutput:
     """The output of a module.
 
     Args:
-        given: its inputs, if they must be compared.
+        given: the module's inputs, if they must be compared.
 
     Attributes:
         step: the step that last used it.
@@ -337,8 +337,8 @@ class GenerationMemory:
 
     Attributes:
         outputs: remembered outputs of modules.
-        epoch: replaced by another object after anything that may have changed the model.
-        begun_models: models and branches of guidance that were called, as recorded calls note them.
+        epoch: an object that is replaced after anything that may have changed the model.
+        begun_models: the models that were called, each with a branch of guidance. Recorded calls note them.
         bases: the last message of each site whose messages travel as differences.
     """
 
@@ -409,7 +409,7 @@ class GenerationMemory:
             self._asked_buffers = None
 
     def adopt_buffers(self, addresses: Mapping[Any, tuple[int, ...]]) -> None:
-        """Take over an earlier generation's buffers that are still at addresses of `list_addresses`."""
+        """Take over an earlier generation's buffers that are still at these addresses, a result of `list_addresses`."""
         if self._kept_buffers is None:
             return
         for (owner, key), buffer_addresses in addresses.items():
@@ -453,7 +453,7 @@ class GenerationMemory:
         return addresses
 
     def list_storage_addresses(self, branch: int) -> list[int]:
-        """Return the start addresses of the memory in `list_addresses`, which lives until its owners are freed."""
+        """Return where the storages of a branch's keys, values and masks, and of all buffers and messages, begin."""
         tensors = [*self._buffers.values(), *self._messages.values()]
         for key, store in self._stores.items():
             if key[0] == branch:
@@ -543,7 +543,7 @@ class KeptBuffers:
         make_room: called with the bytes about to be allocated; drops memory of older generations.
 
     Attributes:
-        generation: the number of the current one.
+        generation: the number of the current generation.
     """
 
     def __init__(self, make_room: Callable[[int], object]) -> None:
@@ -601,7 +601,7 @@ class KeptBuffers:
 def _make_zeros(
     kept_buffers: KeptBuffers | None, store: Hashable, name: str, shape: tuple[int, ...], like: Tensor
 ) -> Tensor:
-    """Return zeros for a key store; where buffers are kept, at the addresses of the last generation's."""
+    """Return zeros for a key store; if buffers are kept, in the memory that the last generation used for them."""
     if kept_buffers is None:
         return like.new_zeros(shape)
     return kept_buffers.get_memory((store, name), shape, like).zero_()

@@ -1,7 +1,7 @@
 """The tapes of a runner and their memory, with a limit.
 
-The least recently used go first, over all models, sizes and places: tapes, and the keys and values kept in place for
-these. Time counts in calls of the pipeline, so that nothing used by the current one goes.
+What was least recently used goes first, over all models, sizes and places: tapes, and the keys and values kept in place
+for tapes. Time counts in calls of the pipeline, so that nothing used by the current call goes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARE_OF_MEMORY = 0.25
 """Share of a GPU's memory for tapes at most, including keys and values kept for them.
 
 FLUX.1's stale keys are 3.2 GB at 1024 px on one GPU, and 12 GB at 2048 px; allocations of a step come on top. So 80 GB
-have room for four sizes of the one kind or one of the other, 24 GB of weights, and a step that is not recorded."""
+have room for four sizes like the first or one like the second, 24 GB of weights, and a step that is not recorded."""
 FORMS_KEPT = 1024
 """Forms of calls that are known. Their tapes have a limit in bytes, so this only keeps the table small."""
 
@@ -34,18 +34,18 @@ class StaticInput:
     """Memory that stays until no tape reads it, and the tensor last copied to it."""
 
     def __init__(self, like: Tensor) -> None:
-        # Written in calls of inference mode and of others.
+        # The tensor is written both in inference mode and outside it.
         with torch.inference_mode(False):
             self.tensor = torch.empty_like(like, requires_grad=False)
         self._source: Tensor | None = None
         self._state: tuple[Any, ...] = ()
 
     def fill(self, source: Tensor, moment: Hashable, *, checks: bool = False) -> None:
-        """Copy a tensor, unless the last copy at this moment was of the same one, unchanged.
+        """Copy a tensor, unless it was the last one copied at this moment, and has not changed since.
 
         Args:
             source: the tensor.
-            moment: the step: between two of them numbers may change without a version, as by a callback.
+            moment: the step; between steps numbers may change while the version stays, as by a callback.
             checks: whether a copy that is left out is checked.
         """
         # Inference tensors have no version, so their changes are not seen.
@@ -71,22 +71,22 @@ class CallTape:
 
     Attributes:
         place: where the model is called, see `_describe_place`.
-        size: of its images; calls with this size share their tapes' memory.
-        problem: why they cannot be recorded; empty if they can.
-        is_given_up: whether it is certain that they cannot.
-        num_looks: calls that were watched.
-        made_stores: branch and layer of the stores of keys that they made; a tape does not make any.
-        model_problem: why they cannot be recorded now, as adapters and hooks come and go.
-        tape: their recording; None until there is one.
+        size: the size of the images; tapes of calls with one size share memory.
+        problem: why the calls cannot be recorded; empty if they can.
+        is_given_up: whether it is certain that they cannot be recorded.
+        num_looks: the number of calls that were watched.
+        made_stores: (branch, layer) of the key stores that the calls made; a tape makes none.
+        model_problem: why the calls cannot be recorded now, as adapters and hooks come and go.
+        tape: the recording of the calls; None until there is one.
         inputs: memory for each tensor that a call is given.
         marks: (branch and layer, segment, age) of the keys that are in the store after a call.
         result: the result of a call, in the tape's memory.
         stored: the state of a cache of blocks after a call, listed like in `BlockCache`.
-        buffers: those of the call's buffers that stay from step to step.
-        addresses: of weights, keys and these buffers.
+        buffers: the names of the call's buffers that stay from step to step.
+        addresses: the addresses of weights, keys and these buffers.
         epoch: when the addresses were last compared, see `GenerationMemory`.
-        makers: tapes of other patches that must have been played before it in a step.
-        num_lost: steps in which they were not.
+        makers: tapes of other patches that must be played before this tape in a step.
+        num_lost: the number of steps in which one of them was not played.
     """
 
     place: Hashable
@@ -143,7 +143,7 @@ class KeptTapes:
         self._limit_bytes = limit_bytes
         self._has_room = has_room
         self.generation = 0
-        # Both must go at once with their owner, and not only with the next collection of cycles.
+        # The proxy makes no reference cycle, so the buffers are freed at once with this object.
         self.kept_buffers = KeptBuffers(partial(KeptTapes.make_room, proxy(self)))
         self._calls: dict[Hashable, CallTape] = {}
         # Tapes reference the memory they read, so memory that none reads is freed.
@@ -192,7 +192,7 @@ class KeptTapes:
 
     def get_static(self, owner: Hashable, like: Tensor) -> StaticInput:
         """Get memory like a tensor's, for one purpose."""
-        # Calls of all patches share them, so a tensor that all are given is copied once.
+        # Calls of all patches share this memory, so a tensor that all patches are given is copied once.
         key = (owner, like.shape, like.dtype, like.stride())
         static = self._statics.get(key)
         if static is None:
@@ -241,7 +241,7 @@ class KeptTapes:
         return [call for call in self._calls.values() if call.tape is not None]
 
     def _drop_calls_of(self, generation: int) -> None:
-        # Only keys: a name for the last call would hold its memory while it is counted.
+        # List only keys: a variable for a call would keep its memory alive while memory is counted.
         for key in [key for key, call in self._calls.items() if call.last_used == generation]:
             del self._calls[key]
         self._count_tape_bytes()

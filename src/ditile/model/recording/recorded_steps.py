@@ -39,7 +39,7 @@ NUM_PREPARING_CALLS = 2
 UNPLAYED_FORMS = 16
 """Recording stops at a place after this many forms in a row that were never played."""
 LOOKS = 2
-"""Calls of a form that are watched if the first call has a problem, which later calls may not have."""
+"""The most calls of a form that are watched: the first call may have a problem that a later one does not have."""
 
 CACHE_DECIDES = "a cache decides by numbers of the call, or has none yet"
 FIRST_STEP = "the first step"
@@ -60,7 +60,7 @@ CAPTURE_ERRORS = (
 """Exceptions during a capture, which repeats a finished call: only the tape is lost."""
 
 _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
-"""Arguments and results that are told apart by their values."""
+"""Types of arguments and results that can be told apart by their values."""
 
 
 class Invocation(NamedTuple):
@@ -133,9 +133,9 @@ class RecordedSteps:
         self.preparations: Counter[str] = Counter()
         self.failure = ""
         self._counts_before = (0, 0, Counter[str]())
-        # Numbers among the arguments may differ in each step, such as a timestep that is not a tensor.
+        # By place, the forms in a row that were never played: a plain number, like a timestep, may differ in each step.
         self._unplayed: Counter[Hashable] = Counter()
-        self._models: dict[int, tuple[object, Any, str]] = {}
+        self._models: dict[int, tuple[object, Any, str]] = {}  # id -> (epoch, addresses of weights, problem)
         self._shared = StepOutputs()
 
     def begin_generation(self) -> None:
@@ -144,7 +144,7 @@ class RecordedSteps:
         self._counts_before = (self.num_recorded, self.num_played, self.problems + self.preparations)
 
     def end_generation(self) -> None:
-        """End the last step."""
+        """End a call of the pipeline, and forget what its last step shared."""
         self._tapes.end_generation()
         self._shared.forget_step()
 
@@ -190,7 +190,7 @@ class RecordedSteps:
         return self._run_decided(decision, model_call)
 
     def _run_decided(self, decision: Hashable, model_call: Invocation) -> Any:
-        """Make a call with its blocks following a decision of a cache. Each decision has a tape."""
+        """Make a call whose blocks follow a cache's decision. Each decision has its own tape."""
         now, model, _, args, kwargs = model_call
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
@@ -222,13 +222,13 @@ class RecordedSteps:
         if problem:
             return self._run_code(problem, model_call)
         if call.tape is None and not call.made_stores <= now.memory.copy_store_states(now.branch).keys():
-            # They would be in memory shared by tapes.
+            # New key stores would be in memory shared by tapes.
             return self._run_code(FIRST_KEYS, model_call)
         if call.tape is None and not self._tapes.make_room_to_capture(call.size):
             return self._run_code(NO_ROOM, model_call)
         if call.tape is not None and not call.makers <= self._shared.tapes:
             return self._replace_lost_tape(call, model_call)
-        # Outside of a step a callback may have changed numbers.
+        # Between two steps a callback may change numbers, so inputs are copied again in each step.
         moment = (now.memory.epoch, now.micro_step.step)
         call.inputs, statics = self._fill_inputs((id(model), now.branch), leaves, moment)
         if call.tape is None:
@@ -268,14 +268,14 @@ class RecordedSteps:
         return model_call.run()
 
     def _replace_lost_tape(self, call: CallTape, model_call: Invocation) -> Any:
-        """Make a call with a tape whose inputs another tape did not compute in this step."""
+        """Make a call by its code, because a tape that computes inputs of its own tape was not played in this step."""
         call.num_lost += 1
         if call.num_lost > LOOKS:
             # From now on the call computes everything it needs, so it is watched again.
             call.drop_tape()
             return self._look_at_call(call, model_call)
         if self._shared.tapes:
-            # Others computed it, which the next recording will read.
+            # Other tapes have computed these inputs, and the next recording will read them there.
             call.drop_tape()
         return self._run_code("what it shares with other patches was not played", model_call)
 
@@ -315,7 +315,7 @@ class RecordedSteps:
         """Make a call by its code, and a tape of it. Return the result of the code.
 
         Args:
-            static_call: the same with arguments in memory that stays.
+            static_call: the same call with arguments in memory that stays.
         """
         now = model_call.now
         model = model_call.model
@@ -392,7 +392,7 @@ class RecordedSteps:
         if now.micro_step.patch is not None:
             self._shared.keep_outputs(recording, shared)
         made = result
-        if not now.is_read:
+        if not now.is_read:  # nobody reads the result of an earlier stage, so it need not be equal
             made = first_play.result
         difference = first_play.find_difference(recording, made, watch.made)
         if difference:
@@ -436,7 +436,7 @@ class RecordedSteps:
         call.epoch = now.memory.epoch
         _, call.model_problem = self._look_at_model(now, model)
         if call.tape is not None:
-            # In this generation, no call may have asked for them yet.
+            # Perhaps no call has asked for the tape's buffers yet in this generation.
             now.memory.adopt_buffers(call.addresses[1])
         addresses = self._list_addresses(call, now, model)
         if addresses != call.addresses:
@@ -464,7 +464,7 @@ def _shares_outputs(call: CallTape, now: Generation) -> bool:
 
 def _explain_code(now: Generation) -> str:
     """Return why a call runs by its code although later ones may be recorded, or nothing."""
-    # Some rows of a batch, or stages that compute a step together, are in no place of their own.
+    # `_describe_place` does not tell calls of some rows, or of stages that compute a step together, from others.
     if now.batch_range is not None:
         return "a part of a batch"
     if now.micro_step.patch is None and now.shares.warmup_split is not None:
@@ -480,11 +480,11 @@ def _is_first_step(now: Generation) -> bool:
 
 
 def _is_first_call(now: Generation, model: nn.Module) -> bool:
-    """Return whether a model is called for the first time, and so finds constants, as Wan 2.2's second in mid-run."""
+    """Return whether a model is called for the first time, and so makes constants; it may be in mid-run, as in Wan."""
     begun = now.memory.begun_models
     key = (model, now.branch)
     is_first = _is_first_step(now)
-    # Nothing has begun where the steps so far were in no place of their own.
+    # `begun` is empty if no call so far came here, see `_explain_code`.
     if begun and key not in begun:
         is_first = True
     if is_first:
@@ -493,7 +493,7 @@ def _is_first_call(now: Generation, model: nn.Module) -> bool:
 
 
 def _describe_place(now: Generation, model: nn.Module) -> tuple[Hashable, ...]:
-    # A patch writes its keys in each step alike; ranks of DistriFusion send none in the last one.
+    # Ranks of DistriFusion send no keys in the last step; a patch writes its keys alike in every step.
     keeps_keys = now.keeps_keys and now.micro_step.patch is None
     return (
         id(model),

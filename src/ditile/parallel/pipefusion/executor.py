@@ -1,7 +1,7 @@
 """PipeFusion: each rank owns a run of blocks, through which patches follow each other (arXiv 2405.14430, section 3.4).
 
-A stage receives at its first own block, and sends at the entry of the next stage's first block. So it also computes
-what the model's forward does between its last block and that one. Attention reads keys and values of the previous step
+A stage receives at its first own block, and sends when the forward reaches the first block of the next stage. So it
+also computes what the forward does between the two stages' blocks. Attention reads keys and values of the previous step
 until fresh ones arrive (attention/core.py). Activations go from stage to stage, denoised patches from the last stage to
 the first in a separate group. Only the wait for a message blocks.
 """
@@ -34,7 +34,7 @@ from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 
 
 class PipeFusion:
-    """One stage. The loop calls the methods `begin_generation` to `send_stepped_patches`, the block hooks the others.
+    """One stage. The loop calls `begin_generation` to `send_stepped_patches`; block hooks call the other methods.
 
     Args:
         mesh: the stage's place and groups, and the trace that records each op.
@@ -47,7 +47,7 @@ class PipeFusion:
     Attributes:
         is_last_stage: whether this stage makes the prediction and steps the scheduler.
         broken: whether a generation failed while messages may have been under way.
-        row_parts: into how many parts patches or ranks cut the rows of tokens.
+        row_parts: the number of parts into which patches or ranks cut the rows of tokens.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PipeFusion:
         self._active_blocks = frozenset((0, *owned, owned.stop))
         self._widths: dict[int, tuple[int, int]] = {}  # branch -> channels of image and text tokens
         self._start_of_image = 0
-        self._dummies: dict[tuple[int, int], Tensor] = {}
+        self._dummies: dict[tuple[int, int], Tensor] = {}  # (rows, channels) -> tokens in place of a text
         self._activations_in: ReceivePrefetcher | None = None
         self._activations_out: PeerChannel | None = None
         self._latents_in: ReceivePrefetcher | None = None
@@ -175,11 +175,11 @@ class PipeFusion:
         self._has_begun = False  # whether a message may have been sent
         self._last_expected_step = 0  # the last step of which activations are expected
         self._last_returned_step = -1  # the last step of which denoised patches are expected
-        self._num_taken = 0
+        self._num_taken = 0  # denoised patches that were received
         self._num_sends_due = 0  # sends that this call has yet to make
         self._widths.clear()
         self._ops: Iterator[Op] = iter(())
-        self._start: Any = None
+        self._start: Any = None  # of the computation of a call, for the trace
         self._latents: Sequence[Tensor] = ()
         self._own_calls: Sequence[int] = ()
         self.takes_latents = False
@@ -227,7 +227,7 @@ class PipeFusion:
         self.schedule = replace(schedule, batch=self.generation.batch)
         # Post a receive only for a message that will certainly be sent: any other receive would never end.
         if step > 0 and self._activations_in is not None:
-            # `_post_before_send` may have expected the first one already.
+            # `_post_before_send` may already have expected the first message of the step.
             num_expected = int(self._last_expected_step == step)
             self._activations_in.expect_messages(islice(self._list_message_keys(step), num_expected, None))
             self._last_expected_step = step
@@ -241,12 +241,12 @@ class PipeFusion:
                     self._latents_in.expect_messages(self._list_latent_keys(next_step, patch))
                 self._last_returned_step = next_step
 
-    def bring_latents(self, latents: Sequence[Tensor], micro: MicroStep, *, is_news: bool) -> None:
+    def bring_latents(self, latents: Sequence[Tensor], micro: MicroStep, *, writes: bool) -> None:
         """Update a stage's latents for a micro-step with the denoised patches.
 
         Args:
             latents: the latents of each scheduler that the pipeline steps.
-            is_news: whether patches are written into the latents, or only received.
+            writes: whether patches are written into the latents, or only received.
         """
         self._latents = latents
         self._own_calls = self.generation.own_calls
@@ -255,7 +255,7 @@ class PipeFusion:
             return
         for patch in self.schedule.list_patches(micro):
             for stream, piece in self._taken.pop((micro.step - 1, patch), ()):
-                if is_news:
+                if writes:
                     self.generation.pieces[stream][patch].put(latents[stream], piece)
 
     def _take_denoised_patches(self, micro: MicroStep, turn: int) -> None:
@@ -303,8 +303,8 @@ class PipeFusion:
         # In the first micro-step the last stage alone knows which call is the last.
         if self._num_sends_due or (now.calls is None and not self.is_last_stage):
             return
-        # What comes next is the next call of this micro-step; for the last stage, which sends once it has stepped, and
-        # after the last call, it is the next micro-step.
+        # Next is the next call of this micro-step, or the next micro-step after the last call. For the last stage it is
+        # always the next micro-step, because this stage sends only when it has stepped.
         micro: MicroStep | None = now.micro_step
         calls = now.own_calls
         turn = 0
@@ -322,7 +322,7 @@ class PipeFusion:
         if self._latents_in is not None and self.takes_latents:
             references = self.schedule.num_references
             due = self.schedule.count_taken_patches(self.stage, micro, turn, len(calls))
-            # The first patch that is not due, as (step, patch with latents).
+            # The first patch that is not due: (step, number of the patch without references).
             end = divmod(due, self._patches - references)
             self._latents_in.post_due(lambda key: (key.step, key.patch - references) < end)
 
@@ -348,8 +348,8 @@ class PipeFusion:
             now.layouts.pop(key)
             now.memory.forget_branch_keys(now.branch)
         self.plan.check(Facts(rows=form.grid.rows))
-        # With two stages both have the latents: the first one embeds them, and the last one steps them. With more,
-        # `list_fed_blocks` waits for the device.
+        # With two stages both have the latents: the first one embeds them, and the last one steps them. Only with more
+        # is it worth the wait of `list_fed_blocks` for the device.
         fed_blocks = form.list_fed_blocks() if self.stages > 2 else []
         if fed_blocks:
             if now.dry.patch is None and not now.findings.reads_latents_everywhere:
@@ -480,7 +480,7 @@ class PipeFusion:
         return state
 
     def leave_blocks(self, state: TokenState) -> TokenState | None:
-        """Return all tokens, with fresh ones for this patch and the last state of the others.
+        """Return all tokens: those of this patch are fresh, and other patches' are as they were last computed.
 
         Returns None if nobody reads them.
         """
@@ -600,7 +600,7 @@ class PipeFusion:
         """Take the ops of the call that come before its first block."""
         ops: list[Op] = []
         for op in self._ops:
-            # The ops after it are sends, which `_send_activations` takes from the same iterator.
+            # The ops after the computation are sends, which `_send_activations` takes from the same iterator.
             if op.kind is OpKind.COMPUTE:
                 break
             ops.append(op)
@@ -710,7 +710,7 @@ class PipeFusion:
     # The methods below describe messages that are to come.
 
     def _list_message_keys(self, step: int) -> Iterator[MessageKey]:
-        # In the first step only the last stage comes here, after its last call: `branch` is then their number.
+        # In the first step only the last stage comes here, after its last call: `branch` is then the number of calls.
         calls = self.generation.calls or self.generation.branch
         branches = self.generation.branches(step, calls)
         for op in self.schedule.iter_step_ops(self.stage, step, calls, branches):

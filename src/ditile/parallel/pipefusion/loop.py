@@ -97,7 +97,7 @@ class Loop:
         # Whether latents are denoised patch by patch, or on one of several stages.
         self._divides_latents = plan.cuts_latents
         self.lets_group_rest = False
-        self.call_shapes: Hashable = object()
+        self.call_shapes: Hashable = object()  # equal to nothing else until it is set
         self.has_timed_guidance = False
         self.recorder: CallRecorder | None = None
         self.forecasts: StepForecasts | None = None
@@ -289,6 +289,7 @@ class Loop:
             if self._is_planned or not generation.is_forecast:
                 step += 1
             else:
+                # The cache forecast the output of this step, so it was not computed.
                 self._computed_steps.remove(self._run.start)
                 self._schedule = replace(self._schedule, steps=len(self._computed_steps))
         self._finish_generation(stopped=self._run.stop < len(timesteps))
@@ -400,7 +401,7 @@ class Loop:
         self._schedule = replace(self._schedule, again=findings.changed_steps)
 
     def _list_iterations(self, step: int) -> list[tuple[MicroStep, int]]:
-        """List the micro-steps of a computed step and of the steps after it, each with its step of the loop."""
+        """List the iterations of a computed step and of the forecast steps after it: (micro-step, step of the loop)."""
         micro_steps = self._schedule.list_micro_steps(step)
         iterations: list[tuple[MicroStep, int]] = []
         if step in self._schedule.late:
@@ -435,7 +436,7 @@ class Loop:
         self._other_models.begin_iteration()
 
     def _begin_step(self, step: int) -> None:
-        """Start the vote on stopping; the vote of the step before decides whether this is the last."""
+        """Start a vote on stopping; the vote that began in the step before decides whether this step is the last."""
         following = self.num_steps
         if step + 1 < len(self._computed_steps):
             following = self._computed_steps[step + 1]
@@ -489,7 +490,7 @@ class Loop:
         # If a callback wanted the whole latents, every rank already has them, and messages are only received.
         writes = self._synced != self._computed_steps[micro.step] - 1
         if fusion.takes_latents:
-            fusion.bring_latents(self._list_own_latents(), micro, is_news=writes)
+            fusion.bring_latents(self._list_own_latents(), micro, writes=writes)
             if fusion.stage == 0:
                 return
         if fusion.warmup_group is not None:
@@ -529,12 +530,12 @@ class Loop:
         self._batch.end_generation()
         self._agreement.check_outcome(self.num_steps)
 
-    # The methods below stand for those of the scheduler.
+    # The methods below override methods of the schedulers.
 
     def _find_stream(self, scheduler: Any) -> SteppedLatents | None:
-        """Return the latents that a scheduler steps; None if the scheduler steps them itself.
+        """Return the latents that a scheduler steps; None if its own method steps them.
 
-        It does so outside of the loop, and for whole latents.
+        That is so outside of the loop, and for whole latents.
 
         Raises:
             StateError: if the pipeline's own scheduler is stepped outside of the loop, or another one for the first
@@ -609,9 +610,8 @@ class Loop:
         stream.is_stepped = True
         # The order of messages is fixed, so sends wait until all streams are stepped.
         is_stepped = self._is_stepped
-        # Other stages need no latents of steps without a call.
+        # The stages that read latents get the stepped patches one by one, but none before a step without a call.
         if is_stepped and self.generation.loop_step == self._run[-1] and self._pipefusion.is_last_stage:
-            # Send them patch by patch to the stages that read latents.
             patches = []
             for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, micro):
                 if op.kind is not OpKind.SEND_STEPPED_PATCH:
@@ -688,7 +688,7 @@ class Loop:
         return replace_latents(result, stream.hand_on(is_dry=True), complete)
 
     def _complete_step_extras(self, extras: Sequence[Any], *, is_last: bool) -> list[Any]:
-        """Return a step's results besides latents: of all images after the last step, before it of this replica's."""
+        """Return a step's results besides latents; after the last step they are gathered from all replicas."""
         if not is_last:
             return list(extras)
         complete = []

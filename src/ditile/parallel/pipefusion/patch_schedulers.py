@@ -149,9 +149,9 @@ class PatchSchedulers:
         # States of the random generators, by the number of the step: patches may be some steps apart.
         self._states_before: dict[int, list[Tensor]] = {}
         self._states_after: dict[int, list[Tensor]] = {}
-        self._num_made = [0] * patches
+        self._num_made = [0] * patches  # steps that each patch has made
         self._corner_result: Any = None
-        self._extra_results: dict[int, Sequence[Any]] = {}
+        self._extra_results: dict[int, Sequence[Any]] = {}  # by patch, of its last step; -1 is the corner
 
     def sync_step_index(self, scheduler: Any) -> None:
         """Set the index of the stock scheduler, because in-painting pipelines read it there.
@@ -350,7 +350,7 @@ class PatchExtra:
         self._index = index
 
     def select(self, extra_results: Sequence[Any]) -> Any:
-        """Return the value of one patch; None if it was not stepped yet."""
+        """Return the value of one patch; None if the patch was not stepped yet."""
         if self._index < len(extra_results):
             return extra_results[self._index]
         return None
@@ -393,7 +393,7 @@ class StepResult(tuple[Any, ...]):
 def replace_latents(result: Any, latents: Tensor, complete: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
     """Put other latents into a scheduler's result, a tuple or output object.
 
-    `complete` is that of `StepResult`.
+    See `StepResult` for `complete`.
     """
     if isinstance(result, Tensor):
         return latents

@@ -8,8 +8,8 @@ A derived table names Linears instead of sizes, so that it fits every config of 
     ["colwise", 1, 1]               its outputs are blocks in these proportions
     ["colwise", "inner", "hidden"]  its outputs are blocks, with the sizes in these attributes of its owner
     ["rowwise", "a.to_q", "a.up/1"] its inputs match the outputs of a.to_q, then the second block of a.up
-    ["rms_norm", "a.to_q"]          across heads, if its channels match the outputs of a.to_q (or of a.qkv/0)
-    ["gathered"]                    its outputs, if the ranks divide them, are few: each rank gets all of them
+    ["rms_norm", "a.to_q"]          a norm across heads, if its channels match the outputs of a.to_q (or of a.qkv/0)
+    ["gathered"]                    its outputs, if ranks can share them evenly; they are few, and each rank gets all
     "a:rotary.0": ["heads", 1, "a.to_q"]    dimension 1 of the first tensor of an argument of a counts the heads of
                                             a.to_q, or their features
 """
@@ -54,7 +54,7 @@ class TensorCut(NamedTuple):
 
 
 class HeadDim(NamedTuple):
-    """A table's dimension of heads, or of the features of all heads, and its whole size."""
+    """A dimension of heads, or of the features of all heads, and the sizes that it may have in the whole model."""
 
     dim: int
     counts: frozenset[int]
@@ -147,7 +147,7 @@ class TensorCuts:
             for path, _ in match_modules(transformer, pattern):
                 rows[path] = row
         styles: dict[str, CutStyle] = {}
-        # It is built once, and only for a model that needs it.
+        # The structure is built once, and only for a model that needs it.
         build_structure = functools.cache(functools.partial(build_meta_model, transformer))
         for path, row in rows.items():
             style = _read_row(row, module_rows, transformer, path, size, build_structure)
@@ -232,7 +232,7 @@ def read_head_counts(module: nn.Module) -> list[int]:
 def find_sharded_attentions(transformer: nn.Module, styles: Mapping[str, CutStyle]) -> dict[str, Any]:
     """Find the attention modules that own cut modules, by path.
 
-    They are the nearest modules above with a number of heads.
+    These are the nearest owners of a cut module that have a number of heads.
     """
     attention_modules = {}
     for path in styles:
@@ -343,7 +343,7 @@ def _measure_columns(kind: str, blocks: Sequence[int | str], transformer: nn.Mod
     """Return the sizes or proportions of the outputs side by side in a Linear.
 
     Raises:
-        ModelError: if attributes give their sizes, and these are not all of its outputs.
+        ModelError: if sizes from attributes do not add up to all outputs of the Linear.
     """
     if not blocks:
         return _find_value_and_gate(kind, transformer, path)
@@ -453,7 +453,7 @@ def _count_stored_blocks(
 ) -> list[tuple[int, str]]:
     """Return the number of blocks in each part of a row, and a text for messages.
 
-    It is empty unless the rows are stored in blocks and cut.
+    The list is empty unless the rows are cut.
     """
     dim = _DIMS[style.kind]["weight"]
     if dim < weight.ndim - 1:
@@ -461,7 +461,7 @@ def _count_stored_blocks(
     counts = []
     for part in style.compute_block_sizes(measure_weight(weight)[dim]):
         blocks, rest = divmod(part, row_blocks.numbers)
-        # A part that ends within a block cannot be cut.
+        # A part that ends within a block cannot be cut, so it counts as a single block.
         if rest:
             blocks = 1
         counts.append((blocks, f"blocks of {row_blocks.numbers} {row_blocks.name} weights in the rows of {path}"))
@@ -515,10 +515,10 @@ def _check_linears_named(transformer: nn.Module, styles: Mapping[str, CutStyle],
 
 
 def _check_blocks_alike(transformer: nn.Module, table: Mapping[str, Any]) -> None:
-    """Raise `ModelError` if some blocks' attention lacks a Linear of the same attention in others, by a derived table.
+    """Raise `ModelError` if attention lacks a Linear in some blocks, and has it in others. The table is a derived one.
 
-    Without a Linear of its own such a module would return only this rank's heads. A last block may lack the Linears
-    after attention, whose results are never read.
+    Without this Linear a module would return only this rank's heads. A last block may lack the Linears after
+    attention, whose results are never read.
     """
     for pattern, row in table.items():
         if not isinstance(row, list | tuple) or row[0] != "colwise":
