@@ -59,7 +59,7 @@ def generate_images(
 
     Args:
         lines: all images; every rank uses the list of rank 0.
-        missing: those to make: of a file of prompts one on each replica at a time, otherwise all in one call.
+        missing: the images to make: for a file of prompts one on each replica at a time, otherwise all in one call.
         promise: the promise of bounds, in the form of `Promise.to_json_dict`; empty without bounds.
         kind: what the model makes.
 
@@ -70,9 +70,9 @@ def generate_images(
     with contextlib.redirect_stdout(sys.stderr):
         pipe, runner, conditions = _prepare_runner(request, run, plan, cache)
         is_first = runner.mesh.rank == 0
-        of_first = gather_json([lines, missing], runner.mesh.everyone)[0]
-        lines = [PromptLine(*line) for line in of_first[0]]
-        missing = [PromptLine(*line) for line in of_first[1]]
+        lists_of_first = gather_json([lines, missing], runner.mesh.everyone)[0]
+        lines = [PromptLine(*line) for line in lists_of_first[0]]
+        missing = [PromptLine(*line) for line in lists_of_first[1]]
         base = build_call_arguments(pipe, request, defaults(request.model))
         texts = build_png_texts(request, plan, cache, base, conditions, promise)
         if request.prompts_file is not None:
@@ -85,15 +85,15 @@ def generate_images(
             num_in_call = len(missing) if request.prompts_file is None else plan.data
             for start in range(0, len(missing), num_in_call):
                 part = missing[start : start + num_in_call]
-                make_call = functools.partial(_build_call, pipe, base, part, request, plan, conditions)
+                build_call = functools.partial(_build_call, pipe, base, part, request, plan, conditions)
                 if run.warm and start == 0:
                     is_cached = cache.build_cache_arguments()["cache_config"] is not None
                     with convert_value_errors(pipe):
-                        warm_runner(runner, make_call(), is_cached=is_cached)
+                        warm_runner(runner, build_call(), is_cached=is_cached)
                 keeper = _build_keeper(pipe, request, run, kind, part, base, texts)
                 paths = [line.path for line in part]
                 shows_frames = is_first and not shows_prompts
-                call_results.append(_call_and_report(runner, make_call, cache, keeper, paths, shown=shows_frames))
+                call_results.append(_call_and_report(runner, build_call, cache, keeper, paths, shown=shows_frames))
                 advance(len(part))
         # Written after the images, which must not be lost if the trace cannot be written.
         if missing and run.trace is not None:
@@ -116,7 +116,7 @@ def _prepare_runner(
     silence_libraries()
     check_request_by_files(request, plan, cache)
     conditions = read_condition_files(request)
-    # Its transformer for other calls need not be read.
+    # With only a prompt, a transformer for other calls need not be read.
     workflow = None if conditions else choose_text_workflow(request.model, request.components)
     pipe, runner = prepare_runner(
         request.model,
@@ -146,7 +146,7 @@ def _build_keeper(
     call: CallArguments,
     texts: dict[str, str],
 ) -> LatentsKeeper:
-    """Build what keeps the latents of a call. Raises `ModelError` if the class's cannot be kept on request."""
+    """Build the keeper of a call's latents. Raises `ModelError` if they were asked for and cannot be kept."""
     refusal = explain_unkept(pipe, call)
     if run.save_latents is not None and refusal is not None:
         raise ModelError(f"save_latents={run.save_latents!r}: {refusal}")
@@ -177,7 +177,7 @@ def _build_keeper(
 
 def _call_and_report(
     runner: Runner,
-    make: Callable[[], CallArguments],
+    build_call: Callable[[], CallArguments],
     cache: CacheOptions,
     keeper: LatentsKeeper,
     paths: Sequence[str],
@@ -187,7 +187,7 @@ def _call_and_report(
     """Call a runner once, or several times for --perf, and write what it draws.
 
     Args:
-        make: builds new arguments for each call.
+        build_call: builds new arguments for each call.
         shown: whether the progress of decoding frames is shown.
     """
     reports = []
@@ -201,7 +201,7 @@ def _call_and_report(
         with show_decoded_frames(vae, num_frames, shown=shown):
             for _ in range(num_calls):
                 with convert_value_errors(runner.pipe):
-                    result = runner(**make(), output_on="first", watch=StepWatch(on_decode=keeper.decode))
+                    result = runner(**build_call(), output_on="first", watch=StepWatch(on_decode=keeper.decode))
                 reports.append(runner.reports())
         saved = []
         if cache.build_cache_arguments()["cache_config"] is not None:

@@ -83,7 +83,7 @@ from ditile.serve.options import ServeOptions
 
 Options = TypeVar("Options")
 MAX_LINE = 480
-"""Characters of an error."""
+"""Most characters of an error."""
 
 EXAMPLE = "a large red circle on the left on a gray background"
 """A prompt that the bundled models know."""
@@ -117,7 +117,7 @@ def _run_and_report(argv: Sequence[str]) -> int:
         try:
             os.getcwd()
         except OSError as error:
-            # It was deleted, and all relative names depend on it.
+            # The folder was deleted, and all relative names depend on it.
             raise StateError(f"the working folder cannot be used: {error.strerror}; change to another") from None
         # The watch must start before a command that may hang: it ends ranks of torchrun whose peers have failed.
         if needs_watch():
@@ -148,7 +148,7 @@ def _run_and_report(argv: Sequence[str]) -> int:
 def _end_with_error(failure: RankFailure, message: str, code: int) -> int:
     """Report a failed command, and return its exit code.
 
-    If torchrun has a watch over its ranks, that prints the message.
+    If a watch runs over torchrun's ranks, the watch prints the message.
     """
     if not report_failure(failure, code):
         _print_error(message, code)
@@ -156,7 +156,7 @@ def _end_with_error(failure: RankFailure, message: str, code: int) -> int:
 
 
 class _PrintVersions(argparse.Action):
-    """Prints the versions of ditile and of what it stands on, which are looked up only when they are asked for."""
+    """Prints the versions of ditile and of the libraries under it, and looks them up only when the flag is given."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         names = ("torch", "diffusers", "transformers")
@@ -218,7 +218,7 @@ def _explain_unknown_word(word: str, command: str | None) -> str:
 
 
 def build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
-    """Return the options of a class that were given, by flags and by aliases."""
+    """Build the options of a class from the flags and aliases that were given."""
     options: Any = cls(**collect_arguments(cls, arguments))
     model = getattr(options, "model", None)
     # A file given as the model is the transformer of a published one.
@@ -235,14 +235,14 @@ def build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
 def _take_reference_steps(request: GenerateOptions, bounds: Bounds, cache: CacheOptions) -> GenerateOptions:
     """Return the request with the steps of the finer run to which the schedule of its computed steps was fitted."""
     if bounds.seconds is not None:
-        # They may leave time for all steps, which are the model's own.
+        # A bound in seconds may leave time for all steps of the model, so its own number of steps stays.
         return request
     if bounds.is_given:
         return take_reference_steps(request, None, cache.schedule)
     config = cache.build_cache_arguments()["cache_config"]
     if not isinstance(config, FittedScheduleConfig) or config.steps is None:
         return request
-    # No schedule that comes with ditile was fitted to such weights, and what is spread is best over the model's steps.
+    # For weights with LoRAs or quantization ditile has no fitted schedule: computed steps are spread over the model's.
     if config.schedule is not None or not (cache.lora or cache.quantize):
         return take_reference_steps(request, config.steps, config.schedule)
     return request
@@ -286,7 +286,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
 
 
 def _print_choice(lines: list[str], *, to_stderr: bool = False) -> None:
-    """Print what was chosen for the user. It comes after all that may refuse it."""
+    """Print what was chosen for the user. This comes after all checks that may refuse the choice."""
     if is_writing_process():
         print_parts(make_console(stderr=to_stderr), lines)
 
@@ -394,7 +394,7 @@ def _run_on_ranks(name: str, plan: Plan, run: DeviceOptions, args: tuple[Any, ..
 
 
 def _call_by_name(name: str, *args: Any) -> Any:
-    """Call a function by its module and name: those of ranks import torch, and the process of the command must not."""
+    """Call a function by its name: modules of ranks import torch, which the command's own process must not."""
     module, _, function = name.rpartition(".")
     return getattr(importlib.import_module(module), function)(*args)
 
@@ -602,6 +602,6 @@ COMMANDS = {
 
 @functools.cache
 def list_commands() -> dict[str, Command]:
-    """Return the commands by their names: those of the library, and those of the lab."""
-    # The lab's commands import this module.
+    """Return the commands of the library and of the lab by their names."""
+    # Import the lab's commands late, because they import this module.
     return {**COMMANDS, **import_lab("commands").COMMANDS}

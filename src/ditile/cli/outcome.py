@@ -26,7 +26,7 @@ NUM_PERF_CALLS = 3
 
 
 class RunnerCallResult(NamedTuple):
-    """Of a runner's call: reports of all ranks, reports of caches, and the seconds of --perf."""
+    """Results of a runner's call: reports of all ranks, reports of caches, and the seconds of --perf."""
 
     reports: list[JsonObject]
     saved: list[ContextReport]
@@ -55,7 +55,7 @@ def sum_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
 
 
 def compute_median_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
-    """Return the report of the last of several equal calls for each rank, with the medians of their seconds."""
+    """Return each rank's report of the last call, with the medians of the seconds of all calls."""
     rank_reports = []
     for calls in zip(*reports, strict=True):
         seconds = {}
@@ -92,8 +92,8 @@ def summarize_outcome(
 
     Args:
         lines: all images, videos or sounds, including those that were there before.
-        call_results: those of all calls; empty if there was none.
-        kind: what they are; videos have posters.
+        call_results: the results of all calls; empty without calls.
+        kind: what was generated; videos have posters.
         skipped: the number of files that were there before.
     """
     reports = sum_reports([call_result.reports for call_result in call_results])
@@ -139,7 +139,7 @@ def summarize_outcome(
 
 def _compute_saved_share(entries: Sequence[JsonObject]) -> float:
     """Return the share of block runs that caches saved."""
-    # Each entry counts by its blocks and steps.
+    # Each entry counts by its blocks and steps. Without entries nothing was saved.
     runs = 0
     saved = 0.0
     for entry in entries:

@@ -106,7 +106,7 @@ def enable_cache(
             does not undo it.
 
     Returns:
-        The arguments of the call.
+        The first argument.
 
     Raises:
         ModelError: if the blocks are not known and cannot be found, a setting does not fit them, or a kernel or type of
@@ -211,7 +211,7 @@ def _parse_mappings(**configs: Any) -> dict[str, Any]:
     """Return configs by name. Dicts among them are read like sections of a config file.
 
     Raises:
-        ModelError: if one is neither, or not allowed.
+        ModelError: if a value is neither a config nor a dict, or is not allowed.
     """
     parsed = dict(configs)
     if isinstance(configs["cache_config"], str):
@@ -223,7 +223,7 @@ def _parse_mappings(**configs: Any) -> dict[str, Any]:
         loaded = load_configs(mappings)
         parsed |= drop_missing(loaded)
     block_config = None if isinstance(parsed["cache_config"], CallCacheConfig) else parsed["cache_config"]
-    # This only checks the two configs.
+    # The modifier is made only because that checks the two configs.
     ParamsModifier(cache_config=block_config, calibrator_config=parsed["calibrator_config"])
     if parsed.get("quantize_config") is not None:
         parsed["quantize_config"] = parse_quantize_config(parsed["quantize_config"])
@@ -268,8 +268,8 @@ def refresh_context(
     Args:
         transformer: the argument of `enable_cache`.
         num_inference_steps: the steps of the image; in a pipeline the scheduler has the number.
-        cache_config: changes the fields that were given to it; a config of another class replaces the old config.
-        calibrator_config: the same for the calibrator.
+        cache_config: a config of the old class changes the fields that it names; one of another class replaces the old.
+        calibrator_config: changes or replaces the calibrator in the same way.
         verbose: log the settings.
         changes: fields of the `cache_config` that are different from now on.
 
@@ -352,7 +352,7 @@ def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
 
 
 def _unwrap_pipeline(target: Any) -> Any:
-    """Return the pipeline, or a transformer without one."""
+    """Return the pipeline of a target, or its transformer if there is no pipeline."""
     if isinstance(target, Runner):
         return target.pipe
     if not isinstance(target, BlockAdapter):
@@ -442,7 +442,7 @@ def _build_caches(
 
 
 def _list_later_shares(model: nn.Module) -> Collection[str]:
-    """Return the modules whose weights are divided over ranks; none on the first of these ranks."""
+    """Return the modules of which this rank has a share of the weights, unless it is the first share."""
     share = find_share(model)
     if share is None or share.cuts.index == 0:
         return ()
@@ -483,7 +483,7 @@ def _install_caches(
     if runner is not None or not callable(pipe) or isinstance(pipe, nn.Module):
         return
     lock = threading.RLock()
-    # The runner of each call is another one, and advises only on what no earlier one did.
+    # Each call has a new runner, which gives no advice that an earlier runner gave.
     advised: set[str | None] = set()
 
     def call_pipeline(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -499,10 +499,10 @@ def _install_caches(
             for cache in caches:
                 _warn_of_replaced_model(pipe, cache.transformer)
             if clock is not None:
-                return _count_calls(clock, caches, stock, args, kwargs)
+                return _call_with_clock(clock, caches, stock, args, kwargs)
             # A user may have moved the pipeline, or changed its parts, since the last call.
             runner_of_one = build_single_runner(pipe, Plan(), advised)
-            # No other rank waits for this call, so its watcher is not told of it.
+            # No other rank waits for this call, so it goes around `note_shared_call`.
             return inspect.unwrap(Runner.__call__)(runner_of_one, *args, **kwargs)
         finally:
             lock.release()
@@ -522,10 +522,10 @@ def _has_known_loop(pipe: Any) -> bool:
     return True
 
 
-def _count_calls(
+def _call_with_clock(
     clock: CallClock, caches: Sequence[ModelCache], stock: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Make a pipeline's call whose `num_inference_steps` are the steps of an image."""
+    """Call a pipeline, and tell the clock how many steps an image has."""
     call = inspect.signature(stock).bind_partial(*args, **kwargs)
     # The number of steps may be the pipeline's default.
     call.apply_defaults()

@@ -195,7 +195,7 @@ class Composition:
         return reason or explain_manager_refusal(self.pipe, self.device, "warmup_mode=sequence")
 
     def list_divided_parts(self) -> list[nn.Module]:
-        """Return the models of the pipeline with divided calls. Compiled ones stay wrapped."""
+        """Return the pipeline's models whose calls are divided. Compiled models stay wrapped."""
         parts: list[nn.Module] = [getattr(self.pipe, name) for name in list_denoiser_names(self.pipe)]
         if self.parallel_vae is not None:
             parts.append(self.pipe.vae)
@@ -306,7 +306,7 @@ class Composition:
         self.recorder.refusal = ""
         if not self.recorder.caches.keys() <= set(self.models):
             self.recorder.refusal = "a cache is on a model that is not divided"
-        # User code may keep state in Python, which a recording would not update. No hook of a call is on them yet.
+        # User code may keep state in Python, which a recording would not update. Hooks of the call are not there yet.
         if any(map(list_user_code, self.models)):
             self.recorder.refusal = "code of the user is on the model"
         # A trace's events would become part of the graphs.
@@ -342,7 +342,7 @@ class Composition:
         loop = self.loop
         names: dict[nn.Module, str] = {}
         stages: dict[nn.Module, int] = {}
-        # Caches know blocks, and the stages of both models are cut alike.
+        # A cache knows only blocks, so these get names and stages here. Both models are cut into stages alike.
         for hooks in self.block_hooks.models:
             names |= {hook.block: hook.name for hook in hooks.chain}
             for stage, blocks in enumerate(self.stages):
@@ -355,7 +355,7 @@ class Composition:
         if self.recorder is not None:
             kept_buffers = self.recorder.kept_buffers
 
-        def count_rows(model: nn.Module) -> int | None:
+        def count_separate_images(model: nn.Module) -> int | None:
             # A model that is not divided is called on all images in every replica.
             if model not in self.models:
                 if loop.num_images is None:
@@ -368,7 +368,7 @@ class Composition:
 
         with ExitStack() as stack:
             for cache in self.block_caches:
-                count = functools.partial(count_rows, cache.transformer)
+                count = functools.partial(count_separate_images, cache.transformer)
                 clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, cache, count)
                 loop.when_over.append(clock.end_generation)
                 compile_ = None
@@ -468,7 +468,7 @@ class LayerAttentionBuilder:
         Args:
             layer: its name in the model.
             backend: the kernel that its processor names.
-            kind: of its tokens, as in `ListAnatomy.attention`.
+            kind: the kind of its tokens, as in `ListAnatomy.attention`.
             through_dispatch: whether its processor goes through diffusers' dispatch of attention.
         """
         kernel: AttentionKernel | None = self._kernel
@@ -490,7 +490,7 @@ class LayerAttentionBuilder:
         return UlyssesExchange(axis, traffic, find_bases, uneven=uneven, weights=weights)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
-        """Build the source of a layer's keys: fresh ones, those of other ranks, or stale ones."""
+        """Build the source of a layer's keys: fresh keys, keys of other ranks, or stale keys."""
         now = self._now
         traffic = self._mesh.traffic
         distrifusion = self._mesh["distrifusion"]
@@ -508,7 +508,7 @@ class LayerAttentionBuilder:
         # A single patch needs no keys from the previous step.
         if self._plan.num_patches > 1:
             keys = self.stale_keys(now, layer, kernel, fresh, gather, check=self._checks)
-        # It goes around the other sources, and replaces them in the steps that the group computes.
+        # This source goes around the others, and replaces them in the steps that the group computes.
         if self._warmup_group is not None:
             keys = WarmupGroupKeys(now, layer, self._warmup_group, kernel, keys)
         return keys
@@ -539,7 +539,7 @@ def compose_strategies(
     Raises:
         ModelError: if the pipeline cannot be divided.
         PlanError: if the plan does not fit the model.
-        StateError: if an earlier runner cut its weights, and was not restored. Runners of whole weights may share it.
+        StateError: if an earlier runner cut the pipeline's weights, and was not restored.
     """
     # Steps that may raise come first, so that an error leaves the pipeline unchanged.
     _check_weights_stay(pipe, plan, device, options)
@@ -603,7 +603,7 @@ def _take_own_weights(
     """Take the weights held by other ranks out of the models, and move the others to the device.
 
     Returns:
-        The weights of the whole, this rank's share, and what streams blocks from the host's memory, if something does.
+        The weights of the undivided transformer, this rank's share, and the `BlockOffload` if the plan asks for one.
     """
     # Check first: `claim_blocks` clears `loaded_blocks` and takes weights out, and a refusal must leave models whole.
     keep = options.keep_weights
@@ -619,7 +619,7 @@ def _take_own_weights(
     # With split_scheme=row the model itself sums over the ranks, even if the pipeline is called directly on all ranks.
     if plan.pipefusion > 1 or (plan.tensor > 1 and plan.split_scheme == "sequence"):
         block_hooks.guard_calls()
-    # Shard after the stage split, so that only weights that this rank keeps are sharded.
+    # Shard after the stage split, so that only this rank's weights are sharded. Without `shards` this share is empty.
     sharded = ShardedTransformer(TensorCuts({}, 0, (1,)), keep=True)
     for number, (hooks, cut) in enumerate(zip(block_hooks.models, shards, strict=False)):
         share = shard_weights(hooks.transformer, axis=mesh["tensor"], traffic=mesh.traffic, **cut)
@@ -648,19 +648,19 @@ def _take_own_weights(
 
 def _check_host_memory(offload: BlockOffload | None, mesh: Mesh) -> None:
     """Check that each host has memory for its ranks' weights. Raises `PlanError` on all ranks otherwise."""
-    kept = Counter[str]()
-    there = {}
+    kept_bytes = Counter[str]()
+    memory_of_host = {}
     own_bytes = 0 if offload is None else offload.count_host_bytes()
     # Ranks of one host know each other by its name.
     own = [platform.node(), own_bytes, cpus.count_memory_bytes()]
     for host, size, memory in gather_json(own, mesh.everyone):
-        kept[host] += size
-        there[host] = memory
-    for host, size in kept.items():
-        if size > there[host]:
+        kept_bytes[host] += size
+        memory_of_host[host] = memory
+    for host, size in kept_bytes.items():
+        if size > memory_of_host[host]:
             raise PlanError(
                 f"offload=blocks: the ranks of {host} keep {format_bytes(size)} of weights in its memory, and it has "
-                f"{format_bytes(there[host])}; quantize, or divide them over the ranks by pipefusion or tensor"
+                f"{format_bytes(memory_of_host[host])}; quantize, or divide them over the ranks by pipefusion or tensor"
             )
 
 
@@ -697,7 +697,7 @@ def find_loop_models(pipe: Any) -> list[nn.Module]:
 
 
 def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]:
-    """Return the blocks of every stage; no blocks for each if they are unknown.
+    """Return the blocks of every stage; empty ranges if the blocks are unknown.
 
     Raises:
         PlanError: if the plan does not fit the model.
@@ -712,17 +712,17 @@ def move_pipeline(pipe: Any, device: torch.device) -> None:
     """Move a pipeline to a device if some of it is elsewhere. `pipe.to` takes long even if all of it is there."""
     offloaded = find_offload_devices(pipe)
     away: list[nn.Module] = []
-    is_plain = False
+    has_plain_module = False
     for name, part in pipe.components.items():
         if not isinstance(part, nn.Module):
             continue
-        # diffusers asks for the dtype of each part before it moves them, which a plain module of torch does not have.
-        is_plain = is_plain or not hasattr(part, "dtype")
+        # `pipe.to` asks each part for its dtype before it moves the parts, and a plain module of torch has no dtype.
+        has_plain_module = has_plain_module or not hasattr(part, "dtype")
         # A ComponentsManager of diffusers moves its parts itself.
         tensors = (*part.parameters(), *part.buffers())
         if name not in offloaded and any(tensor.device != device for tensor in tensors):
             away.append(part)
-    if offloaded or is_plain:
+    if offloaded or has_plain_module:
         for part in away:
             part.to(device)
     elif away:
@@ -756,7 +756,7 @@ def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> Tr
     support.check_plan_fits_loop(pipe, plan)
     block_hooks: TransformerHooks | None = None
     models = find_denoisers(pipe)
-    # The hooks of the first model hold those of the second one.
+    # The hooks of the first model hold the hooks of the second one, which must exist before.
     for name, model in reversed(models.items()):
         label = f"{name}:" if len(models) > 1 else ""
         if calls_whole_model:
@@ -785,15 +785,15 @@ def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> Tr
         reason = reason or explain_offload_refusal(block_hooks.models)
     if reason:
         raise ModelError(reason)
-    uncut = ""
+    uncuttable = ""
     for path in list_quantized_parameters(model):
         # GGUF's weights, and most of torchao's, can be cut.
         if find_row_blocks(model.get_parameter(path)) is None:
-            uncut = uncut or path
+            uncuttable = uncuttable or path
     # Weights that were loaded by share are cut already.
-    if plan.tensor > 1 and block_hooks.loaded_blocks is None and uncut:
+    if plan.tensor > 1 and block_hooks.loaded_blocks is None and uncuttable:
         raise ModelError(
-            f"tensor={plan.tensor} cuts plain weights, and {uncut} is quantized; quantize the pipeline after "
+            f"tensor={plan.tensor} cuts plain weights, and {uncuttable} is quantized; quantize the pipeline after "
             "parallelize, when each rank has its share"
         )
     return block_hooks
@@ -828,7 +828,7 @@ def _build_warmup_group(
             f"warmup_mode=sequence: {type(pipe).__name__} calls two models in turns; use serial or pipelined"
         )
     weight_stream = WeightStream(block_hooks, stages, mesh)
-    # In a synchronous step they run instead of the blocks of other stages.
+    # In a synchronous step these run in place of the blocks of other stages.
     block_hooks.replacement_blocks = weight_stream.streamed_blocks
     return WarmupGroup(mesh, block_hooks, stages[mesh.stage_index], weight_stream, may_rest=may_rest)
 

@@ -93,10 +93,10 @@ class Component(NamedTuple):
     """A component with files next to the pipeline's index.
 
     Attributes:
-        source: of the pipeline.
-        name: in the pipeline.
+        source: the folder or hub id of the pipeline.
+        name: its name in the pipeline.
         library: the package of its class.
-        class_name: of its class; None for an optional component that the pipeline lacks.
+        class_name: the name of its class; None for an optional component that the pipeline lacks.
         cls: the class itself; None if it is in neither diffusers nor transformers.
         locate: finds its files, and fetches them if necessary.
         config: its config.json; None if it has none.
@@ -149,7 +149,7 @@ def load(
     components are read as in any other pipeline, and components that its index places elsewhere are read there.
 
     Args:
-        name: of a bundled model, such as shapes-flux; or a folder, or a hub id; or the file of a published model's
+        name: a bundled model, such as shapes-flux; or a folder, or a hub id; or the file of a published model's
             transformer, with the other parts taken from that model.
         dtype: a torch dtype or its name. By default float32 for bundled models and without a GPU, otherwise bfloat16;
             float16 only on request.
@@ -158,9 +158,9 @@ def load(
         variant: the variant of the files, such as "fp16"; components without it use the plain files.
         transformer: a file with the weights of the transformer, .safetensors or .gguf, under the names of diffusers,
             ComfyUI or the authors; by default the model's own are read.
-        components: the same for other components, such as transformer_2 or text_encoder: component -> its file.
-        workflow: of a modular pipeline, the only workflow that is loaded, as diffusers names it, such as "t2va" of
-            MiniMax-H3; components of others, such as a second transformer, are not read.
+        components: files for other components, such as transformer_2 or text_encoder: component -> its file.
+        workflow: the one workflow of a modular pipeline that is loaded, as diffusers names it, such as "t2va" of
+            MiniMax-H3; components that only other workflows use, such as a second transformer, are not read.
 
     Raises:
         ModelError: if the name, the dtype or the pipeline's class is not known, or cannot be divided as planned, or a
@@ -201,7 +201,7 @@ def load(
             cls = find_pipeline_kind(source) or diffusers.DiffusionPipeline
             pipe = cls.from_pretrained(source, dtype=weight_dtype, use_safetensors=True, variant=variant, **loaded)
     if isinstance(source, str):
-        # For a folder, `find_model_source` has already checked them.
+        # For a folder, `find_model_source` has already checked the stored types.
         for component in components_there:
             if component.config is not None:
                 check_stored_types(component.folder, variant)
@@ -216,7 +216,7 @@ def load_component(
     """Load this rank's part of one model of a pipeline onto the CPU, and nothing else of the pipeline.
 
     Args:
-        name, components: as for `load`.
+        name, components: as in `load`.
         component_name: transformer, vae, or another model of the pipeline.
 
     Returns:
@@ -260,12 +260,12 @@ def convert_build_errors(name: str, refusal: str = "is not one that diffusers ca
     """Turn the exceptions of diffusers and transformers for a model they cannot build into an error of ditile.
 
     Args:
-        name: of the model.
+        name: the name of the model.
         refusal: the text of the error.
 
     Raises:
         LoadError: for files that are missing or corrupt.
-        ModelError: for a config that describes no model of theirs.
+        ModelError: for a config from which they cannot build a model.
     """
     try:
         yield
@@ -315,8 +315,8 @@ def load_model(
         file: the file with its weights; by default the pipeline's own files are read.
 
     Returns:
-        None for components that the pipeline's own loader reads: those that are not models, those with classes from
-        neither diffusers nor transformers, and quantized models that only their quantizers can read.
+        The model; None for a component that the pipeline's own loader reads: it is not a model, its class is in neither
+        diffusers nor transformers, or it is a quantized model that only its quantizer can read.
 
     Raises:
         ModelError, PlanError: if the transformer cannot be divided so.
@@ -378,10 +378,10 @@ def _choose_placement(plan: Plan, rank: int) -> EncoderPlacement:
 
 
 def find_pipeline_kind(source: ModelSource, workflow: str | None = None) -> Any:
-    """Return the class of a pipeline; of a modular one, the pipeline itself without its components.
+    """Return the class of a pipeline; for a modular pipeline, the pipeline itself without its components.
 
     Args:
-        workflow: the name of the only workflow of a modular pipeline whose blocks are taken; by default all are.
+        workflow: take only the blocks of this workflow of a modular pipeline; by default all blocks are taken.
 
     Returns:
         None if its model_index.json names no pipeline of diffusers.
@@ -405,10 +405,10 @@ def find_pipeline_kind(source: ModelSource, workflow: str | None = None) -> Any:
 
 
 def choose_text_workflow(name: str, components: ComponentFiles | None = None) -> str | None:
-    """Return the workflow of a modular pipeline that generates from a prompt alone, if it leaves a transformer out.
+    """Return the workflow of a modular pipeline for calls with only a prompt; None if it has a single transformer.
 
     Args:
-        name, components: as of `load`.
+        name, components: as in `load`.
 
     Raises:
         LoadError, ModelError: as `load`.
@@ -517,11 +517,11 @@ def load_component_file(component: Component, file: str, plan: Plan, rank: int, 
 
 
 def check_component_file(component: Component, file: str) -> ConvertedFile | None:
-    """Check a file for `load_component_file` by its header. The errors are the same.
+    """Check a file for `load_component_file` by its header. Raises the errors of that function.
 
     Returns:
-        The tensors of the component; None if it is a model of transformers. Its config in the pipeline may be that of
-        another model.
+        The tensors of the component; None if it is a model of transformers. The config of the component in the pipeline
+        may be that of another model.
     """
     cls = component.cls
     if cls is None or not issubclass(cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
@@ -675,8 +675,8 @@ def check_component_packages(components: Sequence[Component]) -> None:
     for component in components:
         if component.library != "transformers":
             continue
-        # transformers has a placeholder for a class that lacks a package, or for the video part of a processor. It
-        # raises for any other attribute than this one.
+        # transformers has a placeholder for a class that lacks a package, or for the video part of a processor. A
+        # placeholder raises for every attribute except `_backends`.
         cls: Any = component.cls
         lacking = getattr(cls, "_backends", ())
         if not lacking and hasattr(cls, "get_attributes") and "video_processor" in cls.get_attributes():
@@ -687,7 +687,7 @@ def check_component_packages(components: Sequence[Component]) -> None:
 
 
 def list_components(source: ModelSource, workflow: str | None = None) -> list[Component]:
-    """List the components of a pipeline stored next to its index; of a workflow, those that it uses.
+    """List the components stored next to a pipeline's index; with a workflow, only the ones that it uses.
 
     Raises:
         LoadError: if an index or a config cannot be read, or no model can be built from it.
@@ -738,12 +738,12 @@ def match_component_files(
         unlisted: components that the pipeline has and its index does not name.
 
     Returns:
-        For each transformer in a file of its own, or quantized in a folder or the hub's cache, the format of its
-        weights; and the config of the first one's file.
+        For each transformer in a file of its own, or quantized in a folder or the hub's cache, its stored weights; and
+        the config that the file of `transformer` fits.
 
     Raises:
         LoadError: if a file or a part of a weight is missing, or does not fit its component.
-        ModelError: if there is no such component, or they are torchao's, and it is not installed.
+        ModelError: if there is no such component, or weights need torchao, which is not installed.
     """
     refuse_unknown_components(source, read_model_index(source), [name for name in files if name not in unlisted])
     stored = {}

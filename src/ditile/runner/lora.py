@@ -244,9 +244,9 @@ def fuse_loras(pipe: Any) -> None:
 
 
 def select_loras(runner: Any, scales: Mapping[str, float]) -> None:
-    """Make the following calls use these of the loaded LoRAs, and no others. Every rank must call it.
+    """Let later calls use some of the loaded LoRAs, and no others. Every rank must call it.
 
-    The results are then the same as if only these had been loaded; with no LoRA, the same as without LoRAs.
+    The results are then the same as if only these LoRAs were loaded. With no scales they are the same as without LoRAs.
 
     Args:
         runner: a runner, or a pipeline.

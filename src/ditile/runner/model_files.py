@@ -166,7 +166,7 @@ def defaults(model: str) -> CallArguments:
 
 
 def read_generation_defaults(model: str) -> CallArguments:
-    """Return the result of `defaults` and the frame rate of video files, which is not a call argument."""
+    """Return the values of `defaults`, and the frame rate of video files, which is not a call argument."""
     source = _locate_model(model, weights=False)
     if isinstance(source, str):
         return {}
@@ -182,14 +182,14 @@ def find_model_source(
     """Return the folder of a bundled or local model, or the hub id itself.
 
     Args:
-        name: of a bundled or published model, a folder, or a hub id.
-        variant: of the files that will be read.
+        name: a bundled or published model, a folder, or a hub id.
+        variant: the variant of the files that will be read.
         weights: whether weights will be read. Configs are enough to plan a division, and the package has the configs of
             published models.
         components: component -> the file with its weights; by default the model's own are read.
 
     Raises:
-        ModelError: if `name` is none of them, or the value for a component is not a file.
+        ModelError: if `name` is none of these, or the value for a component is not a file.
         LoadError: if a folder is not a pipeline, or its weights are missing, cut short or pickles; or if a model of the
             hub is not in its cache, and the hub cannot be reached.
     """
@@ -207,8 +207,8 @@ def find_model_source(
                 f"{', '.join(files.values())} has {', '.join(files)} alone, and the other parts, such as text encoders "
                 f"and the VAE, are those of {source}: {error} that has them (--model FOLDER --component NAME=FILE)"
             ) from error
-    # The package has configs of published models, and no index of their text encoders. Of other folders the headers of
-    # all weights are checked.
+    # The package has only the configs of published models, without an index of their text encoders. In other folders
+    # the headers of all weights are checked.
     elif source.parent != CONFIGS:
         index = read_json_object(find_index_file(source) or source, IndexValues)
         refuse_unknown_components(source, index, files)
@@ -227,7 +227,7 @@ def find_model_source(
 
 
 def find_transformer_source(name: str, component: str, components: ComponentFiles) -> ModelSource:
-    """Return the folder or hub id of a model of which only one component is read.
+    """Return the folder or hub id from which a single component of a model is read.
 
     The configs in the package are enough for a published model if a file has the weights.
 
@@ -261,8 +261,8 @@ def collect_component_files(
         for text in components or ():
             name, _, file = text.partition("=")
             if not name.isidentifier() or not file:
-                own_name = name if name.isidentifier() else TRANSFORMER
-                raise ModelError(f"component={text!r} is not NAME=FILE; try {own_name}=FILE")
+                example_name = name if name.isidentifier() else TRANSFORMER
+                raise ModelError(f"component={text!r} is not NAME=FILE; try {example_name}=FILE")
             pairs.append((name, file))
     files: dict[str, str] = {}
     for name, file in pairs:
@@ -383,7 +383,7 @@ def list_own_components(source: ModelSource, index: JsonObject) -> Iterator[tupl
 
 
 def refuse_unknown_components(source: ModelSource, index: JsonObject, names: Iterable[str]) -> None:
-    """Check that a pipeline's index has all of the components. Raises `ModelError` otherwise."""
+    """Check that a pipeline's index has all components of these names. Raises `ModelError` otherwise."""
     known = []
     for name, (library, _) in list_own_components(source, index):
         # An optional component that the pipeline lacks has no library.
@@ -442,7 +442,7 @@ def _explain_missing_weights(folder: Path, or_give: str) -> str:
 
 
 def check_stored_types(folder: Path, variant: str | None) -> None:
-    """Check the headers of those files of a component's weights that are present.
+    """Check the headers of a component's weight files, except for files that are not there.
 
     diffusers and transformers would cast integers, and leave scales out.
 
@@ -546,7 +546,7 @@ def open_gguf(path: Path) -> Any:
             return int(place - start)
 
     try:
-        # Written pages would be copies. Read-only memory would make torch warn.
+        # Mode "c" copies a page when it is written. With read-only memory torch would warn.
         return BoundedReader(path, "c")
     except _GGUF_ERRORS as error:
         # A damaged header may ask for any amount of memory, so only an OSError means that memory ran out.
@@ -593,10 +593,10 @@ def _check_config_count(name: str, value: Any, most: int, path: Path | str) -> N
 
 
 def choose_dtype_name(source: ModelSource, dtype: str | None, *, on_gpu: bool | None = None) -> str:
-    """Return the name of `dtype` if it is given, otherwise bfloat16 on GPUs and float32 for bundled models.
+    """Return `dtype` if it is given, otherwise bfloat16 on GPUs, and float32 on CPUs and for bundled models.
 
     Args:
-        source: of the model, as `find_model_source` returns it.
+        source: the model's source, as `find_model_source` returns it.
         dtype: one of `DTYPES`, or None.
         on_gpu: whether there are GPUs; None to look, which imports torch.
 
@@ -662,8 +662,8 @@ def check_hub_access(repository: str, file: str = "*model_index.json", option: s
     By itself huggingface_hub would retry for half a minute, for each of several files.
 
     Args:
-        repository: its hub id.
-        file: a pattern of a file that it has.
+        repository: the hub id of the model.
+        file: a pattern for the names of files in it.
     """
     from huggingface_hub import constants
 
@@ -680,7 +680,7 @@ def check_hub_access(repository: str, file: str = "*model_index.json", option: s
 
 def _find_connection_error(url: str) -> str | None:
     """Return why a server cannot be reached; None if it answers, even with an error."""
-    # urllib does not speak SOCKS, which such a proxy may be.
+    # A proxy for all protocols may speak SOCKS, which urllib does not.
     if "all" in urllib.request.getproxies():
         return None
     try:
@@ -734,7 +734,7 @@ def _report_growth(folder: Path, ended: threading.Event) -> None:
 
 
 def _list_file_stats(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the size and time of each file."""
+    """Return the size and the time of the last change for each file of a folder."""
     file_stats = {}
     for path in folder.glob("*"):
         # The hub renames finished files, perhaps between `glob` and `stat`.

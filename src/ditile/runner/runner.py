@@ -185,10 +185,10 @@ class Runner:
         self._pipes[pipeline_class.__module__, pipeline_class.__name__] = (pipe, pipeline_class)
         self._signature = inspect.signature(pipeline_class.__call__.__get__(pipe))
         self._parameters = list_call_parameters(pipe)
-        self._rest = ""
+        self._kwargs_name = ""
         for parameter in self._signature.parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD:
-                self._rest = parameter.name
+                self._kwargs_name = parameter.name
 
     @note_shared_call()
     def __call__(
@@ -202,7 +202,7 @@ class Runner:
         """Generate an image, with the arguments and the result of `pipe(...)`.
 
         Args:
-            output: the output of a modular pipeline, like `pipe(..., output=...)`; for other pipelines `output_on`.
+            output: as in `pipe(..., output=...)` for a modular pipeline; for others it is a name of `output_on`.
             output_on: "all" gives every rank the result; "first" decodes only on rank 0, and the others get None.
             watch: is called at the ends of steps. It does not change the image.
 
@@ -403,10 +403,10 @@ class Runner:
             untraced = everyone.index(None)
             raise StateError(f"no trace was recorded on rank {untraced}; set runner.trace = True before the call")
         if self.mesh.rank == 0:
-            write_chrome_trace(path, [list(itertools.starmap(TraceEvent, of_rank)) for of_rank in everyone])
+            write_chrome_trace(path, [list(itertools.starmap(TraceEvent, rank_events)) for rank_events in everyone])
 
     def job(self) -> PlannedCall | None:
-        """Return the last call in numbers, or the default call before any; None without a `CallFamily`."""
+        """Return the last call in numbers, or one with the defaults before the first; None without a `CallFamily`."""
         parts = self._composition
         if parts is None or parts.family is None:
             return None
@@ -493,7 +493,7 @@ class Runner:
             hide_block_tracebacks(stack)
             loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first_only))
             ends.loop = loop
-            # Around the strategies, so that a watcher gets the latents of all images, not of a replica's.
+            # These go around the strategies, so that a watcher gets the latents of all images, not only a replica's.
             decodes.install_checks(stack, self.pipe)
             # The first rank of each replica decodes its images, or every rank decodes its rows.
             if first_only and mesh.image.index != 0 and self.plan.vae == "whole":
@@ -527,7 +527,7 @@ class Runner:
         options: CallArguments,
         watch: StepWatch,
     ) -> CallArguments:
-        """Return the arguments by name. Raises on all ranks if one rank refuses the call, or their arguments differ."""
+        """Return the arguments by name. Raises on all ranks if one refuses the call, or the ranks' arguments differ."""
         parts = self._parts
         may_record = parts.prepare_recorder(traced=self.trace)
         bind = functools.partial(self._bind_call, args, kwargs, output_name, options["output_on"], watch)
@@ -564,8 +564,8 @@ class Runner:
             call: CallArguments = dict(self._signature.bind(*args, **kwargs).arguments)
         except TypeError as error:
             raise ModelError(f"{self._pipeline_class.__name__}: {error}") from None
-        rest: CallArguments = call.pop(self._rest, {})
-        return call | rest
+        keyword_arguments: CallArguments = call.pop(self._kwargs_name, {})
+        return call | keyword_arguments
 
     def _bind_call(
         self, args: tuple[Any, ...], kwargs: CallArguments, output_name: str, output_on: Any, watch: Any
@@ -688,8 +688,8 @@ class Runner:
         config: Any = model.config
         scale = self.pipe.vae_scale_factor
         # Weights quantized in blocks are bytes; the other parameters have the type of the activations.
-        numbers = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-        element_size = numbers.element_size()
+        plain_parameter = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+        element_size = plain_parameter.element_size()
         arguments = fill_call_defaults(self._parameters, config, scale, read_call_values(call))
         return Shape.from_call(family, config, scale, element_size, arguments)
 
@@ -753,7 +753,7 @@ class DecodeChecks:
     """Checks that the decoded output of a pipeline's call is finite: NaN would become a black image.
 
     Args:
-        on_decode: as of `StepWatch`.
+        on_decode: as in `StepWatch`.
     """
 
     def __init__(self, on_decode: Callable[..., Any] | None = None) -> None:
@@ -803,7 +803,7 @@ def parallelize(
     example: Mapping[str, Any] | None = None,
     trust_code: bool = False,
 ) -> Runner:
-    """Divide a diffusers pipeline over torchrun's ranks, `ditile.launch`'s or the script's own group.
+    """Divide a diffusers pipeline over the ranks that torchrun, `ditile.launch` or the script itself started.
 
     Args:
         pipe: any supported diffusers pipeline, on any device; every rank passes its own.
@@ -812,14 +812,14 @@ def parallelize(
         keep_weights: keep the blocks of other stages aside, so that `Runner.restore` works.
         text_after: the state of the text encoders when denoising begins: they stay, wait on the CPU for the next call,
             or are freed for good, after which calls need prompt embeddings and `restore` refuses.
-        attention: the kernel of all attention computed by ditile, under diffusers' name; by default the pipeline's.
+        attention: the diffusers name of the kernel for all attention that ditile computes; by default the pipeline's.
         compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks;
             "auto" does so on CUDA, where a class of blocks is at most 4 graphs, and otherwise says why not.
         cuda_graphs: record calls of the model as CUDA graphs, with the messages between them, and play them in later
             steps: the host starts graphs instead of kernels. Keys and values keep their memory between calls. Calls
             that cannot be recorded run as before. No two GPUs have run it yet (docs/gpu.md). The environment
             variable DITILE_CUDA_GRAPHS=0 switches it off.
-        checks: asserts the ages of all keys read by attention, and counts; by default the setting of `DITILE_CHECK`.
+        checks: asserts and counts the ages of all keys that attention reads; by default as `DITILE_CHECK` says.
         groups: process groups shared by several runners, with only one running at a time; by default its own.
         example: the arguments of a call of the pipeline, from which an unknown transformer is derived if ditile cannot
             make arguments up, for example without a text encoder. By default the first call's arguments are used, and
@@ -833,11 +833,11 @@ def parallelize(
             here.
         ModelError: if `pipe` is not a pipeline or cannot be divided so, the kernel is unsuitable, or `cuda_graphs` has
             an unknown value.
-        StateError: if an earlier runner cut its weights, and was not restored. Runners of whole weights may share it.
+        StateError: if an earlier runner cut the pipeline's weights, and was not restored. Runners of whole weights may
+            share a pipeline.
         JoinError: if torchrun's ranks cannot connect to each other. After any of these errors nothing has changed.
     """
-    if plan is None:
-        plan = Plan()
+    plan = plan or Plan()
     check_pipeline(pipe)
     # Choose the GPU before groups are made: their first messages make a CUDA context on the current GPU.
     chosen = pick_device(device, find_local_rank())
@@ -896,7 +896,7 @@ def build_recorder(setting: bool, plan: Plan, device: torch.device) -> RecordedS
     """Build the recorder of a plan's model in CUDA graphs; None if nothing is to be recorded.
 
     Raises:
-        PlanError: if it is True, and the device has no graphs or weights do not stay where they are.
+        PlanError: if `setting` is True, and the device has no graphs or weights do not stay where they are.
     """
     if not setting or env.forbids_cuda_graphs():
         return None

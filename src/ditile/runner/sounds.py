@@ -19,9 +19,9 @@ from ditile.plan.extras import require_extra
 SOUND_FIELDS = ("audio", "audios")
 """The names of a result's field that holds sounds: beside videos, and alone."""
 AAC_RATES = (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 64_000, 88_200, 96_000)
-"""The sample rates that AAC has. A sound of another one is resampled."""
+"""The sample rates that AAC has. A sound of another rate is resampled."""
 _LAYOUTS = {1: "mono", 2: "stereo"}
-# A vocoder may make more samples than the spectrogram of its VAE describes, so it comes first.
+# The vocoder comes first: it may make more samples than the VAE's spectrogram describes. None is the pipeline itself.
 _OWNERS = ("vocoder", None, "audio_vae", "vae")
 _RATE_NAMES = ("output_sampling_rate", "audio_sample_rate", "audio_sampling_rate", "sampling_rate", "sample_rate")
 
@@ -34,7 +34,7 @@ class Sound:
     rate: int
 
     def check_samples(self) -> None:
-        """Raise `ModelError` unless this can be written."""
+        """Raise `ModelError` unless the sound can be written to a file."""
         num_channels, num_samples = self.samples.shape
         described = f"a sound of {num_channels} x {num_samples} samples at {self.rate} Hz"
         if num_samples == 0:
@@ -126,7 +126,7 @@ def write_samples(container: Any, stream: Any, sound: Sound) -> None:
 
 
 def read_wav_texts(path: Path) -> dict[str, str]:
-    """Read the texts about how a sound was made. Empty if there is no such file, or it has none."""
+    """Read the texts about how a sound was made. Empty if there is no such file, or it has no texts."""
     require_extra("video", f"a file of prompts for sounds, such as {str(path)!r},", ["av"])
     import av
 

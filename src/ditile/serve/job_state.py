@@ -90,7 +90,7 @@ class RunningBatch:
     """A batch that a replica has, or is about to get.
 
     Attributes:
-        open: its jobs that have not ended and are not about to.
+        open: its jobs that have not ended and are not about to end.
         begun: when its ranks began it, by the monotonic clock; None before, while its jobs count as waiting.
     """
 

@@ -59,13 +59,13 @@ class ReplicaEvent:
             last event of a batch whose ranks live; jobs of a batch that was stopped have no other event), "down" (the
             ranks have failed), or "asleep" (they have ended because there was nothing to do).
         batch_id: None for "ready", and for "down" if no batch was lost.
-        job_id: of "preview", "done" and "failed".
-        step, num_steps: of "step", from 1; of "preview" its number from 0.
-        files: of "done" by name; of "preview" a PNG named "preview".
-        result: of "done".
-        failure: of "failed" and "down".
-        error: of "down": what `launch` raised; an error other than `RankError` before the replica was ever ready says
-            that the model, the plan or an option does not fit.
+        job_id: the job of a "preview", "done" or "failed"; otherwise empty.
+        step, num_steps: in a "step", the step from 1 and their number; in a "preview", its own number from 0.
+        files: in a "done", the files by name; in a "preview", a PNG named "preview".
+        result: only in a "done".
+        failure: only in a "failed" or "down".
+        error: only in a "down", the error of `launch`. If it is no `RankError` and the replica was never ready, the
+            model, the plan or an option does not fit.
     """
 
     kind: Literal["ready", "step", "preview", "done", "failed", "ended", "down", "asleep"]
@@ -184,7 +184,7 @@ class Replica(ABC):
         failed_starts = Counter[str]()
         has_been_ready = False
         try:
-            # Ranks that still leave hold the memory that new ones need.
+            # Ranks that are still leaving hold the memory that new ranks need.
             if earlier is not None:
                 earlier.join()
             while not (self._is_ending.is_set() or leaves.is_set()):
@@ -209,7 +209,7 @@ class Replica(ABC):
                 if has_failed and not has_been_ready and name_cause(error) != NOT_STARTED:
                     return
                 self._is_ending.wait(delay)
-                # This comes before the look at `_is_ending`, which is set before the reason of an ending server.
+                # Clear this before `_is_ending` is read again: an ending server sets that first, and then its reason.
                 self._kill_reason = None
         finally:
             # Whatever ends this thread, the server must not wait for it when it ends.
@@ -272,7 +272,7 @@ class Replica(ABC):
 
     def _note_down(self, error: DitileError, has_failed: bool = False) -> None:
         """Report that the ranks have ended. `has_failed` says that starting them again has not helped."""
-        # They failed while they were told to leave.
+        # The ranks failed after they had been told to leave.
         if self.state == "asleep":
             return
         if has_failed:
@@ -350,7 +350,7 @@ def launch_linked_ranks(
 
     Args:
         receive: called in a thread with the links, until they end.
-        check: as for `launch`.
+        check: as in `launch`.
 
     Raises:
         DitileError: as `launch` does.

@@ -46,7 +46,7 @@ MAX_HEAD_BYTES = 2**16
 BACKLOG = 1024
 ACCEPTED_AT_ONCE = 16
 MAX_CONNECTIONS = 4096
-# Threads of the event loop.
+# Threads in the executor of the event loop.
 NUM_THREADS = 8
 # A repeated exception is logged once in this many seconds.
 REPEAT_SECONDS = 60.0

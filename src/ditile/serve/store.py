@@ -111,7 +111,7 @@ class JobStore:
             if settled is not job:
                 changed.append(settled)
         self.save_jobs(changed)
-        # Folders of jobs without a row, and nothing else in their folder.
+        # Remove the folders of jobs without a row, and nothing else that lies beside them.
         for name in {*os.listdir(self._folder / "jobs")} - {job.id for job in jobs}:
             if JOB_ID.fullmatch(name):
                 shutil.rmtree(self._folder / "jobs" / name, ignore_errors=True)
@@ -248,7 +248,7 @@ def _build_row(job: Job) -> JsonObject:
 def _lock_folder(folder: Path) -> int:
     """Lock the folder, and return the lock's descriptor.
 
-    The lock ends when that is closed, also by the death of this process.
+    The lock ends when the descriptor is closed, also by the death of this process.
     """
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:

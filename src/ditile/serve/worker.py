@@ -382,13 +382,13 @@ class LoraCache:
         self._runner = runner
         self._folder = setup.options.lora_dir
         self._max_loras = setup.options.max_loras
-        # Those that are fused are weights.
+        # LoRAs that are fused are part of the weights.
         self._permanent = {} if setup.cache.fuse_lora else setup.cache.lora_scales
-        # Names of those that are loaded, the most recently used last.
+        # Names of the loaded LoRAs, the most recently used one last.
         self._loaded: list[str] = []
 
     def use_loras(self, scales: Mapping[str, float]) -> None:
-        """Use these LoRAs in the next call. Raises `ModelError` on all ranks if one of them cannot load one."""
+        """Use these LoRAs in the next call. Raises `ModelError` on all ranks if one rank cannot load a LoRA."""
         for name in scales:
             if name not in self._loaded:
                 self._load_lora(name, scales.keys())
@@ -396,7 +396,7 @@ class LoraCache:
             self._loaded.remove(name)
             self._loaded.append(name)
         adapters = {_name_adapter(name): scale for name, scale in scales.items()}
-        # Needed even if none is loaded, since a refused LoRA may have changed the active ones.
+        # Needed even without any LoRA, since a LoRA that was refused may have changed the active ones.
         select_loras(self._runner, {**self._permanent, **adapters})
 
     def _load_lora(self, name: str, requested: Collection[str]) -> None:
@@ -427,7 +427,7 @@ class LoraCache:
 
 
 def _name_adapter(name: str) -> str:
-    # peft builds module names from it, and these must not contain dots.
+    # peft builds names of modules from the adapter's name, and these must not contain dots.
     digest = hashlib.sha256(name.encode()).hexdigest()
     return f"lora_{digest[:16]}"
 

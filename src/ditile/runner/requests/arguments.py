@@ -47,7 +47,7 @@ def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base
         # Other pipelines check the size themselves; see `convert_value_errors`.
         check_image_size(call, find_size_multiple(pipe))
     check_num_frames(pipe, call)
-    # Where neither the request nor the model's files say a size, it is that of the class.
+    # Where neither the request nor the model's files say a size, the default of the class counts.
     check_rotary_table(pipe, facts.defaults | call)
     return call
 
@@ -65,8 +65,8 @@ def build_object_arguments(
     With several generators the call makes as many images, each with the noise of its own generator.
 
     Args:
-        conditions: as of `bind_conditions`.
-        alone: False makes a list of one generator, as of a batch.
+        conditions: as in `bind_conditions`.
+        alone: False gives even a single generator as a list, as a batch needs it.
     """
     # On the CPU: every rank and every device then generates the same noise.
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
@@ -94,7 +94,7 @@ def build_batch_call(
 
     Args:
         bases: the arguments of each image, which differ only in the prompts.
-        conditions: what all of them start from, as of `bind_conditions`.
+        conditions: what all images start from, as in `bind_conditions`.
     """
     # The generators say how many images there are.
     single = dataclasses.replace(request, num_images=1)
@@ -112,7 +112,7 @@ def check_guidance(pipe: Any, request: GenerateOptions, base: CallArguments) -> 
     """
     scale = collect_request_arguments(request, base).get("guidance_scale", 0)
     config = getattr(getattr(pipe, "transformer", None), "config", None)
-    # Where it is the only scale, the pipeline guides by it.
+    # Where `guidance_scale` is the only scale, the pipeline guides by it.
     has_true_scale = find_argument(pipe, ("true_cfg_scale",)) is not None
     if scale > 1 and getattr(config, "guidance_embeds", None) is False and has_true_scale:
         raise ModelError(

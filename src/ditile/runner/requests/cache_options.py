@@ -49,7 +49,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "quantize_type": ("quantize",),
     "fuse_lora": ("lora",),
 }
-"""A flag that would have no effect -> without one of these."""
+"""A flag -> the flags of which at least one must be given too; without them the flag would have no effect."""
 
 
 class LoraChoice(NamedTuple):
@@ -57,7 +57,7 @@ class LoraChoice(NamedTuple):
 
     Attributes:
         source: a file, a folder or a hub id.
-        scale: of what it adds.
+        scale: the factor of what the LoRA adds.
         component: the transformer that it is loaded into.
     """
 
@@ -70,8 +70,8 @@ class LoraChoice(NamedTuple):
         """Parse the text of an option. Without a scale it is 1.
 
         Args:
-            text: of the option.
-            known: names of LoRAs, of which it has one; by default it has a file, a folder or a hub id.
+            text: the text of the option.
+            known: the names that the LoRA may have; by default the text has a file, a folder or a hub id.
 
         Raises:
             ModelError: if the text after the last colon is not a finite number, or the text before a = is not a
@@ -105,7 +105,7 @@ class LoraChoice(NamedTuple):
         return cls(source, scale)
 
     def describe(self, name_source: Callable[[str], str] = str) -> str:
-        """Return the text of an option that would name it, with another name of its source."""
+        """Return the option's text for this LoRA, with the name that `name_source` gives to its source."""
         name = name_source(self.source)
         if self.component != TRANSFORMER:
             name = f"{self.component}={name}"
@@ -243,10 +243,10 @@ class CacheOptions(Fields):
         return arguments
 
     def _keeps_method(self, method: CacheConfig | None) -> bool:
-        """Return whether the flags leave a method of the config file, whose forecast alone they say.
+        """Return whether the flags keep the method of the config file, and change only its forecast.
 
         Raises:
-            ModelError: if one of them is for another method.
+            ModelError: if a flag is for another method.
         """
         if method is None or isinstance(method, DBCacheConfig) or self.cache or self.prune or self.schedule:
             return False
@@ -262,7 +262,7 @@ class CacheOptions(Fields):
         """Collect the flags of a cache, as the cache_config of a file.
 
         Args:
-            configs: of the config file, which the flags change.
+            configs: the configs of the file, which the flags change.
 
         Raises:
             ModelError: if a flag is for another method, or another forecast, than the file's.
@@ -301,7 +301,7 @@ class CacheOptions(Fields):
         """Describe the settings with an effect on the image, in JSON types. Empty if there are none.
 
         Args:
-            name_source: the name of a LoRA's file, folder or hub id that others may see.
+            name_source: returns a name that others may see for a LoRA's file, folder or hub id.
         """
         arguments = self.build_cache_arguments()
         settings = {}

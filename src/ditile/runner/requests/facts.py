@@ -61,7 +61,7 @@ class CallFacts:
         """Merge the plain values of the call arguments: the model's own options, overridden by the request.
 
         Raises:
-            ModelError: if this pipeline does not take an argument of the request, or starts from what it lacks.
+            ModelError: if this pipeline does not take an argument of the request, or needs an input that is not given.
         """
         # The model's own options may be meant for a related class; the options of a request must all be taken.
         requested = dict(collect_request_arguments(request, base))
@@ -141,16 +141,16 @@ class ModelFacts:
     Attributes:
         plan: the plan's text.
         is_video: whether it makes videos.
-        call: of its own pipeline.
-        edit: of the pipeline that starts from an image; None if there is none. It may be `call`.
-        inpaint: of the pipeline that also takes a mask; None if there is none.
+        call: the facts of its own pipeline.
+        edit: the facts of the pipeline that starts from an image; None if there is none. It may be `call`.
+        inpaint: the facts of the pipeline that also takes a mask; None if there is none.
         base: the model's own arguments of a call, which override defaults.
         size: width and height by default; empty if nothing says it.
         size_multiple: the number that must divide height and width.
-        frames_ratio: a video has 1 + a multiple of it frames, or as many as the class has by default.
+        frames_ratio: a video has 1 + N * frames_ratio frames, or as many as the class has by default.
         fps: frames a second by default.
         example: a prompt that it knows.
-        components: component -> the file with its weights, as images name it; its own are left out.
+        components: component -> the file with its weights, as images name it; only components with a file of their own.
         has_second_transformer: whether it calls two transformers in turns, each with LoRAs of its own.
     """
 
@@ -202,8 +202,8 @@ class ModelFacts:
         return 1 + max(0, round((frames - 1) / self.frames_ratio)) * self.frames_ratio
 
     def check_options(self, request: GenerateOptions) -> None:
-        """Raise `ModelError` for options that the model cannot serve, before a rank tries. Some are known only
-        there."""
+        """Raise `ModelError` for options that the model cannot serve, before a rank tries. The rank finds the
+        others."""
         call_facts = self._choose_call(request)
         call = call_facts.merge_arguments(request, self.base)
         call_facts.check_cfg(Plan.parse(self.plan), call)
@@ -228,7 +228,7 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     """Collect the facts of a loaded pipeline. This imports diffusers.
 
     Args:
-        pipe: the pipeline that starts from text, or the model's only one.
+        pipe: the pipeline that starts from text, or the model's only pipeline.
         model: its name, by which its own options are found.
         plan: the plan, or its text.
     """
@@ -275,7 +275,7 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
 
 
 def collect_call_facts(pipeline: Any, config: JsonObject | None = None) -> CallFacts:
-    """Collect the arguments of the call of a class of pipelines with some config, or of a modular pipeline."""
+    """Collect the call arguments for a class of pipelines with some config, or for a modular pipeline."""
     from ditile.model.pipeline_calls import list_call_parameters, read_guidance_rule
 
     conditions = read_call_conditions(pipeline)
@@ -312,7 +312,7 @@ def build_dry_run_call(request: GenerateOptions, base: CallArguments) -> CallArg
 
 
 def count_request_steps(request: GenerateOptions) -> int:
-    """Count the steps of a request: its own, its model's, or the default of its pipeline. The last imports diffusers.
+    """Count the steps of a request: its own, its model's, or its pipeline's default, for which diffusers is imported.
 
     Raises:
         LoadError, ModelError: if the model's files cannot be read, or name no class of diffusers' that has steps.

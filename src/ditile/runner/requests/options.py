@@ -241,14 +241,14 @@ class GenerateOptions(CallOptions):
 
     @property
     def conditions(self) -> CallArguments:
-        """Return the inputs besides words: option -> its file. For `image` it is all files."""
+        """Return the inputs besides words: option -> its file. `image` has a tuple of files."""
         values = {name: getattr(self, name) for name in ("image", "mask", "control_image", "video", "last_image")}
         return drop_missing(values)
 
     def to_call_arguments(self) -> CallArguments:
         """Return the values under the names of diffusers, without guidance, conditions and the rate.
 
-        Classes have several names for the seconds of a sound, so it keeps its own.
+        Classes have several names for the seconds of a sound, so `sound_seconds` keeps its name.
         """
         values = {
             "prompt": self.prompt,

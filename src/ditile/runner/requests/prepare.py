@@ -54,7 +54,7 @@ def prepare_runner(
         conditions: what the calls will start from, which the pipeline's class has to take.
         controlnet: a ControlNet to load: a folder or a hub id.
         components: component -> a file with its weights in place of the model's own.
-        workflow: of a modular pipeline, the only one that is loaded.
+        workflow: the one workflow of a modular pipeline that is loaded.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
@@ -161,7 +161,7 @@ def switch_to_conditions(
     """Return a pipeline of the same family on the same models, with a call that takes some conditions.
 
     Raises:
-        LoadError, ModelError: if diffusers has none, or the ControlNet cannot be loaded or is of another family.
+        LoadError, ModelError: if diffusers has no such class, or the ControlNet cannot be loaded or does not fit.
     """
     from ditile.model.pipeline_calls import find_call_owner
     from ditile.runner.siblings import build_sibling_pipeline
@@ -184,7 +184,7 @@ def load_controlnet(source: str, dtype: Any) -> Any:
     """Load a ControlNet of diffusers from a folder or the hub, of safetensors and without code of its own.
 
     Raises:
-        LoadError, ModelError: if it is none, or its files are missing or corrupt.
+        LoadError, ModelError: if it is no ControlNet, or its files are missing or corrupt.
     """
     import diffusers
 
@@ -287,7 +287,7 @@ def enable_working_cache(target: Any, configs: Mapping[str, Any], label: str = "
 
 
 def choose_warm_steps(plan: Plan, *, is_cached: bool, num_preparing_steps: int = 0) -> int | None:
-    """Choose the steps of a call that meets all shapes of a longer one. None for all of its steps, on which a cache
+    """Choose the steps of a call that meets all shapes of a longer one. None stands for all its steps, on which a cache
     counts.
 
     Args:

@@ -1,7 +1,7 @@
-"""Weights as quantizers of diffusers save them: bitsandbytes' of 4 bits and torchao's, several tensors for each weight.
+"""Weights that quantizers of diffusers saved as several tensors each: 4 bits of bitsandbytes, and types of torchao.
 
 The parts of a weight are found by their names (bitsandbytes) or by the metadata of the file (torchao), and a rank reads
-those of its own weights. diffusers' quantizer prepares the model, and the library itself makes a weight of its parts.
+the parts of its own weights. diffusers' quantizer prepares the model, and the library makes weights from their parts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TORCHAO_MARK = "tensor_names"
 STATE = "quant_state.bitsandbytes__"
 """Begins the name of the part that says how a weight of bitsandbytes is packed; nf4 or fp4 ends it."""
 SCALE_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-"""Its other parts: scales of blocks, the meaning of the packed numbers, and both again for scales that are quantized
-too."""
+"""The other parts of such a weight: scales of blocks, the meaning of the packed numbers, and both again if the scales
+are quantized too."""
 _BUILD_ERRORS = (ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError)
 """The exceptions of the libraries for parts that do not make a weight."""
 
@@ -51,7 +51,7 @@ class BitsAndBytesWeights:
 
     @classmethod
     def find_parts(cls, names: Collection[str]) -> BitsAndBytesWeights:
-        """Group names such as `proj.weight.absmax` by weight, if all required ones are there."""
+        """Group names such as `proj.weight.absmax` by weight. Required parts are listed even if they are not there."""
         parts: dict[str, dict[str, str]] = {}
         for name in names:
             path, _, part = name.partition(".weight.")
@@ -72,7 +72,7 @@ class BitsAndBytesWeights:
         return self.parts[weight][STATE].rpartition("__")[2]
 
     def measure_weight(self, weight: str, views: Views) -> Sequence[int]:
-        """Return the shape in numbers. A weight must have the number of scales read by the kernels."""
+        """Return the shape in numbers. Raises `ValueError` if a part has another size than the kernels read."""
         state = json.loads(bytes(views[STATE].numpy()))
         shape: list[int] = state["shape"]
         numbers = math.prod(shape)
@@ -116,7 +116,7 @@ class TorchaoWeights:
     """Weights of torchao's tensor classes.
 
     Attributes:
-        parts: of each.
+        parts: the parts of each weight.
         descriptions: weight -> its class, and its values besides tensors.
         build: torchao's function that makes a weight.
     """
@@ -159,7 +159,7 @@ class TorchaoWeights:
         return self.build_weight(weight, views).shape
 
     def build_weight(self, weight: str, views: Views) -> Tensor:
-        """Build a tensor of torchao, also a view."""
+        """Build a tensor of torchao, which may be a view of its parts."""
         description = self.descriptions[weight]
         data = {**description["_data"], **views}
         whole = {
@@ -181,12 +181,12 @@ Library = BitsAndBytesWeights | TorchaoWeights
 
 
 class StoredWeights(NamedTuple):
-    """The numbers of a transformer, and the bytes of those that stay quantized.
+    """How many numbers a transformer has, and the bytes of those that stay quantized.
 
     Attributes:
-        quantized, plain: numbers that stay quantized, and others. Those are cast to the type of the run.
-        quantized_bytes: of the quantized ones.
-        formats: of GGUF: type of blocks -> how many numbers are stored so, and in how many weights.
+        quantized, plain: how many numbers stay quantized, and how many are cast to the type of the run.
+        quantized_bytes: the bytes of the quantized numbers.
+        formats: only for GGUF: type of blocks -> how many numbers are stored so, and in how many weights.
     """
 
     quantized: int
@@ -220,7 +220,7 @@ class PrequantizedCheckpoint:
 
         Raises:
             LoadError: if a weight lacks a part.
-            ModelError: if they are torchao's, and it is not installed.
+            ModelError: if they need torchao, and it is not installed.
         """
         if not stored.files:
             return None
@@ -244,10 +244,10 @@ class PrequantizedCheckpoint:
             yield _OpenedWeights(self, path, opened)
 
     def list_row_blocks(self, tensors: Mapping[str, Tensor], size: int) -> dict[str, RowBlocks]:
-        """Return the blocks for cutting weights along a tensor axis of a size. The tensors have the model's shapes.
+        """Return the blocks for cutting weights along a tensor axis of a size. `tensors` have the model's shapes.
 
         Raises:
-            PlanError: if they are not.
+            PlanError: if a weight cannot be cut.
         """
         row_blocks: dict[str, RowBlocks] = {}
         if size == 1:
@@ -284,11 +284,11 @@ class PrequantizedCheckpoint:
 
         Args:
             model: the model.
-            dtype: in which Linears compute, unless a config says so.
+            dtype: the type in which Linears compute, unless a config names one.
             config: the `quantization_config` of the model; a single file has none.
 
         Raises:
-            LoadError: if a weight is not that of a Linear.
+            LoadError: if a quantized weight belongs to no Linear.
             ModelError: if bitsandbytes is not installed.
         """
         linear = nn.Linear
@@ -323,7 +323,7 @@ class PrequantizedCheckpoint:
             path = weight.removesuffix(".weight")
             if not isinstance(modules.get(path), linear):
                 self.refuse_weight(weight, f"is of no Linear of a {type(model).__name__}")
-            # A weight is in the file of its numbers.
+            # A weight counts as lying in the file that has its packed numbers.
             main, *others = parts.values()
             files[weight] = files.pop(main)
             for name in others:
@@ -351,7 +351,7 @@ class _OpenedWeights:
         names = []
         for stored_name in self.opened.offset_keys():
             name = own_names.get(stored_name, stored_name)
-            # A part other than the first is read with it.
+            # The other parts are read together with the first one.
             if name:
                 names.append(name)
         return names
@@ -395,7 +395,7 @@ class _QuantizedWeight:
 
     def copy_share(self, cut: TensorCut | None, dtype: torch.dtype) -> Tensor:
         weight: Tensor = self._call_library("build_weight")
-        # bitsandbytes' parameters are copies already, and bytes of no type.
+        # bitsandbytes' parameters are copies already, and their packed bytes cannot be cast.
         if isinstance(weight, nn.Parameter):
             return weight
         weight = weight.to(dtype)

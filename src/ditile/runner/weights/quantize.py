@@ -78,7 +78,7 @@ class QuantizationRecord:
         quant_type: the type, under ditile's name.
         layers: the names of layers that were quantized.
         left: the names of unsuitable layers, or layers kept in float32 by the model -> the reason.
-        bytes_before, bytes_after: of all parameters of the model.
+        bytes_before, bytes_after: the bytes of all parameters of the model.
     """
 
     quant_type: str
@@ -142,7 +142,7 @@ class _QuantizationWork:
 
 
 def _plan_model(model: nn.Module, config: QuantizeConfig) -> list[_QuantizationWork]:
-    """Plan the work on a model, for each type. Raises `ModelError` before anything is changed if there is none."""
+    """Plan the work on a model, for each type. Raises `ModelError` if there is none, before anything is changed."""
     layers, kept = _select_layers(model, config)
     layers_by_type: dict[str, dict[str, nn.Linear]] = {}
     for path, layer in layers.items():
@@ -162,7 +162,7 @@ def _plan_layers(
 ) -> _QuantizationWork:
     """Plan the layers of one type. A dummy layer of each shape is tried first."""
     name = ALIASES.get(quant_type, quant_type)
-    # The granularity of scales: a row of weights and a token, a layer and a call, or a block of 128 x 128 weights.
+    # A scale is for a row of weights or a token (row), a layer or a call (tensor), or 128 x 128 weights (block).
     scheme = "row" if config.per_row else "tensor"
     if quant_type in SCALED_TYPES:
         name, scheme = SCALED_TYPES[quant_type]
@@ -300,7 +300,7 @@ def _list_torchao_quantizers(
         granularities = {
             "row": torchao.PerRow(),
             "tensor": torchao.PerTensor(),
-            # Of activations, and of weights: torchao's kernel takes no other sizes.
+            # The blocks of activations, then of weights: torchao's kernel takes no other sizes.
             "block": (torchao.PerBlock([1, 128]), torchao.PerBlock([128, 128])),
         }
         config = functools.partial(getattr(torchao, _TORCHAO_CONFIGS[name]), set_inductor_config=False)
@@ -310,7 +310,7 @@ def _list_torchao_quantizers(
         for scheme in schemes:
             factories.append(functools.partial(config, granularity=granularities[scheme]))
     elif device.type != "cpu" and name == "int4":
-        # On GPUs torchao packs no int4 weights for int8 activations, so these are float8.
+        # On GPUs torchao packs no int4 weights for int8 activations, so the activations are float8.
         factories.append(torchao.Float8DynamicActivationInt4WeightConfig)
     elif device.type != "cpu":
         # Torch's kernel, only for bfloat16, then mslk's.
@@ -318,10 +318,10 @@ def _list_torchao_quantizers(
         for form in ("tile_packed_to_4d", "plain"):
             factories.append(functools.partial(config, int4_packing_format=form))
     else:
-        # Only torchao's prototypes have the kernels of CPUs; torch's own one takes outputs that 16 divides.
+        # Only torchao's prototypes have kernels for CPUs. Torch's own kernel needs a multiple of 16 outputs.
         from torchao.prototype.quantization import int4  # type: ignore[import-untyped]
 
-        # Without int8 activations for `int4_weight_only`, with them for `int4`.
+        # The activations of `int4_weight_only` stay as they are, and `int4` makes them int8.
         config = int4.PrototypeInt4WeightOnlyConfig
         if name == "int4":
             config = int4.Int8DynamicActivationInt4WeightConfig

@@ -61,7 +61,7 @@ async def submit_request(http: HttpRequest, fields: ImageFields | VideoFields, b
     images, mask = await decode_uploads(body, options.max_upload_pixels, service.facts.max_pictures)
     # This reads the folder of LoRAs, so it runs in a thread.
     request, inputs = await asyncio.to_thread(build_request, fields, service.facts, options, images, mask)
-    # Clients of Azure send this one.
+    # Clients of Azure send `api-version`.
     unknown = sorted(set(http.query_params) - {"api-version"})
     for name in unknown[:_SHOWN_WARNINGS]:
         request.client["warnings"].append(f"parameter {name[:60]!r} of the address was ignored; send it in the body")
@@ -133,7 +133,7 @@ def _build_options(
         # Unknown fields of a request are attributes too.
         if name in type(fields).model_fields and getattr(fields, name) is not None:
             values[option] = getattr(fields, name)
-    # The names of the fields that the client used in place of others.
+    # Name of a field -> the field that the client sent in its place.
     sent_names: dict[str, str] = {}
     if _has_size(fields):
         sent_names = {"width": "size", "height": "size"}
@@ -230,7 +230,7 @@ def list_unknown_fields(fields: BaseModel) -> list[str]:
 def parse_size(
     fields: RequestFields, facts: ModelFacts, options: ServeOptions, images: list[Upload]
 ) -> tuple[int | None, int | None]:
-    """Width and height of a request; None is the model's own. An edit has its image's form at the model's area.
+    """Return width and height of a request; None is the model's own. An edit has its image's form at the model's area.
 
     Raises `RequestError` if they are not a size, or have more pixels than the server allows.
     """
