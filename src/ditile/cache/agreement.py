@@ -36,10 +36,10 @@ class LoopClock:
     Attributes:
         now: the generation under way.
         count_steps: returns the number of its steps.
-        plan: its patches.
-        cache: of the model; it begins with the first call of a generation, and ends after the last step, before the
-            decoder needs the memory.
-        images: how many the model is called on, once that is known; None where stale keys belong to the whole batch.
+        plan: the plan, which has the patches.
+        cache: the cache of the model; its generation begins with the first call, and ends after the last step, before
+            the decoder needs the memory.
+        images: returns the number of images; None before it is known, or if stale keys belong to the whole batch.
     """
 
     now: Generation
@@ -79,8 +79,8 @@ class LoopClock:
         def locate_rows(patch: int) -> tuple[int, int, int]:
             """Return the first row of a patch, the row after its last one, and the number of rows of the image."""
             layout = now.tokens.layout
-            # A single patch is the whole image. Patches of reference images are not in the latents: each patch then
-            # goes by all of them.
+            # A single patch is the whole image. Patches of reference images are not in the latents, so with them each
+            # patch counts as the whole.
             if num_patches == 1 or layout.owners:
                 return 0, 1, 1
             return layout.cuts[patch], layout.cuts[patch + 1], layout.grid.rows
@@ -163,7 +163,7 @@ class StageAgreement(SkipAgreement):
     """One rank's part in the decisions of a call of the runner.
 
     Attributes:
-        groups: who decides together.
+        groups: the ranks that decide together.
         now: the generation under way.
         by_calls: whether the groups of guidance compute calls of their own.
         names: block -> its name, for all blocks that are known.

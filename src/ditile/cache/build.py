@@ -43,7 +43,7 @@ class CacheContext:
     """Blocks that are decided on together, with their settings.
 
     Attributes:
-        hooks: around the blocks, in order.
+        hooks: the hooks around the blocks, in order.
         calibrator: forecasts what is left out; None uses what was computed last.
     """
 
@@ -90,8 +90,8 @@ class CacheContext:
         short.
 
         Args:
-            agreement: with other ranks.
-            keep: gives memory that stays from generation to generation, where calls are recorded.
+            agreement: the agreement with other ranks.
+            keep: gives memory that stays from generation to generation, if calls are recorded.
         """
         if isinstance(self.config, MagCacheConfig) and self.config.calibrate:
             chain: Chain = import_lab("quality.mag_ratios").MagCalibration(self.hooks, steps)
@@ -146,7 +146,7 @@ def explain_idle_steps(config: CacheConfig, steps: int) -> str | None:
     """
     if isinstance(config, EasyCacheConfig) and config.threshold > 0 and config.retention_steps + 1 >= steps:
         return f"{config}: all {steps} steps compute then, so nothing can be left out; {config.HINT}"
-    # Of other methods that leave out whole calls, the schedule says how many.
+    # For other methods that leave out whole calls, their schedule says how many.
     if not isinstance(config, BlockCacheConfig):
         return None
     rules = build_skip_rules(config, steps)

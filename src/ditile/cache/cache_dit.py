@@ -198,9 +198,9 @@ class QuantizeConfig(Fields):
         components_to_quantize: names of the pipeline's components; or a dict of them, each with the fields that are
             different for it. None is all transformers and the U-Net.
         precision_plan: a part of a layer's name -> the type of layers that have it in their names.
-        regional_quantize: only layers in the blocks that the model repeats.
-        repeated_blocks: the classes of those blocks; by default those that the model names.
-        per_tensor_fallback: a layer that cannot be quantized by row or block is quantized by tensor.
+        regional_quantize: whether only layers in the blocks that the model repeats are quantized.
+        repeated_blocks: the classes of those blocks; by default the classes that the model names.
+        per_tensor_fallback: whether a layer that cannot be quantized by row or block is quantized by tensor.
         backend: torchao, or auto.
         verbose: accepted and not used: what was done is logged.
 

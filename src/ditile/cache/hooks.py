@@ -25,12 +25,12 @@ class CacheHook:
     """The hook of one block.
 
     Args:
-        index: its place in the chain.
-        flow: how it passes tokens on.
+        index: the block's place in the chain.
+        flow: how the block passes tokens on.
 
     Attributes:
         handle: runs in place of the block; None runs the block.
-        forward: the block's own.
+        forward: the block's own forward.
     """
 
     def __init__(self, index: int, block: nn.Module, flow: Flow) -> None:

@@ -44,12 +44,12 @@ class ContextReport:
 
     Attributes:
         name: the names of their lists.
-        settings: in one word, as `strify` says them.
+        settings: the settings in one word, as `strify` shows them.
         middle: the number of blocks that could be left out.
         steps: the number of steps in which they were called.
         kept_bytes: bytes that all contexts of the model remembered when the generation ended.
         decisions: one for each image, branch and patch.
-        mag_ratios: of each step, where MagCache was calibrated.
+        mag_ratios: the ratio of each step, if MagCache was calibrated.
     """
 
     name: str

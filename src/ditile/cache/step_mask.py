@@ -1,6 +1,6 @@
 """Step masks: the steps of a generation that compute (1), and those that may reuse an earlier one (0). Pure.
 
-Early steps shape the image, and later steps keep an error of theirs. So masks compute most of the early steps and fewer
+Early steps shape the image, and their errors stay in later steps. So masks compute most of the early steps and fewer
 of the later ones (LeMiCa, arXiv 2511.00090; EasyCache, arXiv 2507.02860). The presets are those that cache-dit
 published for 28 steps. For any other number the times of their computed steps are interpolated over normalised time,
 and computed steps are added where a hole (a run of cached steps) would be too long.

@@ -70,7 +70,7 @@ class SkipRules:
         if place is None:
             place = step
         warmup = config.max_warmup_steps
-        start = place - step
+        start = place - step  # the place of the first call of the cached blocks
         # The first 0 of a mask ends the warmup.
         if self.mask is not None and 0 in self.mask[start:]:
             warmup = min(warmup, self.mask.index(0, start) - start)

@@ -46,7 +46,7 @@ def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> s
     store = dist.PrefixStore("gpus", store)  # type: ignore[attr-defined]
     store.set(str(rank), json.dumps(_identify_gpu(device)))
     gpus = [json.loads(store.get(str(peer))) for peer in range(world)]
-    # A rank without a GPU of its own.
+    # The reason against NCCL: the first rank without a GPU of its own.
     shortage = ""
     owners: dict[str, int] = {}
     for peer, gpu in enumerate(gpus):

@@ -92,7 +92,7 @@ def set_page_variables() -> None:
 
 
 def read_link_fd() -> int | None:
-    """Return the descriptor of this rank's link to its parent. None where there is none."""
+    """Return the descriptor of this rank's link to its parent; None without a link."""
     return _read_number("DITILE_LINK_FD")
 
 
@@ -266,7 +266,7 @@ def redirect_native_stdout() -> Iterator[None]:
 
 
 def report_progress() -> None:
-    """Report progress of this rank to its watcher. Does nothing where it has none."""
+    """Report progress of this rank to its watcher. Does nothing without a watcher."""
     send_to_watcher(b".")
 
 
@@ -278,7 +278,7 @@ def send_to_watcher(data: bytes) -> None:
 
 
 def read_network_fd() -> int | None:
-    """Return the descriptor of the private network of a run of `launch`. None where it has none."""
+    """Return the descriptor of the private network of a run of `launch`; None without such a network."""
     return _read_number("DITILE_NETWORK_FD")
 
 

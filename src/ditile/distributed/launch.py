@@ -170,7 +170,7 @@ def run_rank_process(
 
 
 def _join_network(descriptors: Sequence[int]) -> int | None:
-    """Return the descriptor of the run's private network, if this process may enter that."""
+    """Return the descriptor of the run's private network, if this process may enter the network."""
     for fd in descriptors:
         os.set_inheritable(fd, False)
     # A network that root made belongs to no other user namespace.

@@ -42,7 +42,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def create_private_network() -> Iterator[tuple[int, ...] | None]:
-    """Make a network, and yield its descriptor and, unless root made it, its user namespace's. None where it may not.
+    """Make a network, and yield its descriptor and, unless root made it, its user namespace's; None if not allowed.
 
     The network lasts as long as a process has its descriptor. A machine with NVIDIA GPUs gets one only from root: what
     their driver does in a user namespace is not known.

@@ -198,7 +198,7 @@ class Hub:
         self._links: list[socket.socket] = []
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._lock = threading.Lock()
-        # All addresses of this host, if the master's is not one of them.
+        # The hub listens on all addresses of this host if the master's is not one of them.
         try:
             server = socket.create_server((task["master"], 0), backlog=1024)
         except OSError:
@@ -260,7 +260,7 @@ class Hub:
             try:
                 link, _ = server.accept()
             except OSError:
-                # Too few descriptors, for instance: a connection that waits would be tried again at once.
+                # There may be too few descriptors. Without a pause, a waiting connection would be tried again at once.
                 time.sleep(TICK)
                 continue
             if self._strangers.acquire(blocking=False):

@@ -39,7 +39,7 @@ class DeviceClock:
     they are read.
 
     Args:
-        device: whose; None is the current GPU, or the CPU where there is none.
+        device: the device to measure; None is the current GPU, or the CPU without a GPU.
     """
 
     def __init__(self, device: torch.device | None) -> None:
@@ -69,7 +69,7 @@ class GenerationTrace:
     """Records the ops of one generation; costs nothing while it is off.
 
     Attributes:
-        device: by whose clock; None is the current GPU's, or the CPU's where there is none.
+        device: the device with the clock; None is the current GPU, or the CPU without a GPU.
     """
 
     def __init__(self) -> None:

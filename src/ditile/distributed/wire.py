@@ -106,7 +106,7 @@ class ResidualPacking:
     Attributes:
         wire_dtype: "residual4" or "residual3".
         checks: whether each vector carries a digest of the sender's base, with which the receiver compares its own.
-        bases: of the site of a message.
+        bases: the bases of the message's site.
         is_first: whether that message travels as it is, and becomes the base. This follows from the site alone, which
             all ranks know, and never from numbers.
     """
@@ -118,7 +118,7 @@ class ResidualPacking:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Return the type of a packed message; None if it stays."""
+        """Return the type of a packed message; None if it keeps its own."""
         return None if self.is_first else torch.uint8
 
     @property
@@ -139,7 +139,7 @@ class ResidualPacking:
         return self.pack_difference(x.detach(), self.bases[SENT])
 
     def unpack_vectors(self, packed: Tensor, index: int, **_: Any) -> Tensor:
-        """Unpack the received message of a number."""
+        """Unpack the received message with a number."""
         if not self.is_first:
             return self.unpack_difference(packed, self.bases[index])
         # A copy: the model may write into what it gets.
@@ -234,7 +234,7 @@ def _split_runs(x: Tensor, run: int) -> Tensor:
 def _find_scales(x: Tensor, wire_dtype: str) -> tuple[Tensor, Tensor]:
     """Split vectors into runs, and find the scale in bf16 with which a run's largest number gets the largest code."""
     runs = _split_runs(x, find_scaled_run(wire_dtype, x.shape[-1]))
-    # The largest number of a run by a norm, which reads the numbers once and keeps NaN.
+    # A norm finds the largest number of a run, because it reads the numbers once and keeps NaN.
     largest = torch.linalg.vector_norm(runs, math.inf, dim=-1, keepdim=True).to(torch.float32)
     scales = largest.mul_(ROUND_UP / LARGEST_CODE[wire_dtype]).clamp_min_(SMALLEST_SCALE)
     return runs, scales.to(torch.bfloat16)

@@ -36,8 +36,8 @@ LOCAL = "-"
 FURTHER = "+"
 """A marker in the kind of an attention call for extra keys among its own, which every rank has whole.
 
-`+N` and `N+` are before the image and after it, `+J` and `J+` so with image and text; `T+N` and `N+T` are
-between. Some calls may have none.
+In `+N` and `N+` they are before or after the image; in `+J` and `J+`, before or after image and text; in `T+N` and
+`N+T`, between these two. Some calls may have no extra keys.
 """
 
 REAL_PAIRS = "&"
@@ -120,9 +120,9 @@ class Anatomy:
         lists: path of a list of blocks -> its blocks.
         joint: where the text is among the keys of attention that sees both.
         inputs: each parameter of the transformer -> the kinds of its leaves, in which only `B` and `*` matter.
-        modes: of its calls, see `describe_mode`, where there are several -> whether a call is computed whole: what it
-            keeps is read by later calls.
-        outside: paths of modules within blocks that the model's forward computes with outside of them too.
+        modes: mode of a call (`describe_mode`), if there are several -> whether a call is computed whole, because later
+            calls read what it keeps.
+        outside: paths of modules within blocks that the model's forward also uses outside of the blocks.
         tensor: module pattern -> how tensor parallelism cuts it, see `derive_tensor_cuts`.
         grid: the argument that shows which image tokens are one row, if patches must not cut rows: positions
             `[N, ..]` of tokens, or latents `[B, C, H, W]`.

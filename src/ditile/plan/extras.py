@@ -50,7 +50,7 @@ def require_extra(extra: str, purpose: str, packages: Sequence[str] = (), instea
     """Raise `ModelError` unless packages of an extra are installed.
 
     Args:
-        extra: of `EXTRAS`.
+        extra: a name in `EXTRAS`.
         purpose: what needs them, for the message: an option with its value, or a command.
         packages: which of them; all by default.
         instead: what would work without them, for the message.

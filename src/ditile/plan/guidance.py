@@ -50,7 +50,7 @@ class GuidanceRule:
         Args:
             cfg: the degree of the plan.
             pipeline: the name of the class.
-            call: as of `is_guided`.
+            call: as in `is_guided`.
         """
         if cfg == 1 or self.is_guided(call):
             return None

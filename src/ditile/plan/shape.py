@@ -101,14 +101,14 @@ class Shape:
         batch: rows of a transformer call.
         images: images made at once.
         calls: transformer calls per step.
-        heads, head_dim: of attention; their product is the width of a token in the blocks, unless `channels` is it.
+        heads, head_dim: of attention; their product is the width of a token in the blocks, unless `channels` gives it.
         latent_elements: elements of one image's latents.
         element_size: bytes of an activation.
         frames: latent frames of a video.
-        channels: of a token in the blocks; 0 if the heads make them up.
+        channels: the width of a token in the blocks; 0 if it is `heads` times `head_dim`.
         key_heads: heads of keys over heads of queries.
         references: tokens of reference images, the last ones of the image; None if it is not known how many.
-        call_rows: rows of each call of a step for an image, where they differ. Then `calls` has one for each row.
+        call_rows: rows of each call of a step for an image, if calls differ. `calls` then counts one for each row.
     """
 
     height: int
@@ -136,9 +136,9 @@ class Shape:
         """Compute the shape of a call of a pipeline.
 
         Args:
-            family: that of its transformer.
+            family: the family of its transformer.
             config: the transformer's config.
-            vae_scale: pixels of a latent pixel's side.
+            vae_scale: pixels along the side of a latent pixel.
             element_size: bytes of an activation.
             call: the call's arguments, `height` and `width` among them.
         """
@@ -250,7 +250,7 @@ def count_images(call: CallArguments) -> int:
     """Count the images, videos or sounds that the arguments of a pipeline's call ask for.
 
     They have one for each entry of the first list or tensor that says what to generate: prompts, embeddings, classes,
-    images to begin with. Pipelines that generate without any have `batch_size`; others mean the computation by it.
+    images to begin with. Pipelines that generate from nothing have `batch_size`, which in others counts no images.
     """
     per_prompt = 1
     for name, value in call.items():
@@ -312,7 +312,7 @@ def fill_call_defaults(
     """Complete call arguments by the pipeline's own defaults and its default size.
 
     Args:
-        vae_scale: pixels of a latent pixel's side.
+        vae_scale: pixels along the side of a latent pixel.
     """
     side = int(config.get("sample_size") or 128) * vae_scale
     complete = {"height": side, "width": side}

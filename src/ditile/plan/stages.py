@@ -19,7 +19,7 @@ def cut_stages(
         costs: the cost of each block, in any unit.
         stages: the number of stages, from 1 to the number of blocks.
         by_hand: the number of blocks of each stage; by default the slowest stage is made as fast as possible.
-        speeds: of each stage's device, in any unit; equal by default.
+        speeds: the speed of each stage's device, in any unit; equal by default.
         ends: what the first stage (embedding) and the last one (head) cost besides their blocks.
     """
     if by_hand is not None:

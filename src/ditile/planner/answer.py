@@ -197,7 +197,7 @@ def make_memory_table(memories: Sequence[RankMemory]) -> Table:
         ranks.setdefault(memory, []).append(rank)
     for memory, alike in ranks.items():
         cells = [f"{getattr(memory, name) / 1e9:.2f}" for name in parts.values()]
-        # A run of ranks a line: a row of many runs would be wider than a terminal.
+        # Each run of ranks has a line of its own: many runs on one line would be wider than a terminal.
         table.add_row(format_ranks(alike).replace(", ", "\n"), *cells)
     return table
 

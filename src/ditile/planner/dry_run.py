@@ -39,7 +39,7 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
         options: the request; the defaults of the model and its pipeline complete it. For a hub id only configs are
             fetched.
         configs: the keyword arguments for `enable_cache`.
-        engine: has the dtype.
+        engine: the options with the dtype.
 
     Raises:
         LoadError, ModelError, PlanError: if the model is missing, is not known, does not take one of the options, or
@@ -52,7 +52,7 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
     element_size = getattr(torch, dtype).itemsize
     job = build_subject_job(subject, plan, call, configs, element_size)
     table = describe_plan(options.model, job, ["any"] * plan.world)
-    # A warmup of one step is shown in addition; of a longer one only the first steps are, to keep the chart narrow.
+    # A warmup of one step is shown in addition; of a longer warmup only the first steps are, to keep the chart narrow.
     num_shown = STEPS_SHOWN
     if plan.warmup < STEPS_SHOWN:
         num_shown += plan.warmup
@@ -98,7 +98,7 @@ def _render_gantt_chart(schedule: PatchSchedule, steps: int, calls: int) -> str:
     """Render the first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of
     time."""
     num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
-    # One column is the longest time of which each op takes a whole number.
+    # A column is the longest unit of time of which every op takes a whole number.
     column_time = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
     spans = []
     for span in simulate_schedule(schedule, calls=calls):

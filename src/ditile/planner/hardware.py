@@ -35,14 +35,14 @@ class Datasheet:
     Attributes:
         flops: operations a second at most, of 16-bit matrices with 32-bit sums, dense.
         bandwidth: bytes a second of its memory.
-        memory_gb: of a device, in 10^9 bytes.
+        memory_gb: memory of the device, in 10^9 bytes.
         link: "pcie" or "nvlink".
         p2p: bytes a second from one device to another.
         source, note: where the numbers are from, and what else is known of them.
-        block_s: see `Profile`; 0 where it was not measured.
-        kernel_gap_s: see `Profile`; 0 where it was not measured.
+        block_s: see `Profile`; 0 if it was not measured.
+        kernel_gap_s: see `Profile`; 0 if it was not measured.
         call_s: see `Link`; the value of `EFFICIENCY` if it was not measured.
-        host_bandwidth: see `Profile`: nine tenths of PCIe's in one direction, rounded, as its protocol leaves them.
+        host_bandwidth: see `Profile`; nine tenths of PCIe's rate in one direction, which its protocol leaves, rounded.
     """
 
     flops: float
@@ -116,8 +116,8 @@ EFFICIENCY = Efficiency(
 def read_datasheets() -> Mapping[str, Datasheet]:
     """Read the datasheet of each card.
 
-    The cards other than L20 and A100 send as fast as the same share of their link. GeForce cards send through the
-    host's memory. They have all 16 lanes here; a board that gives two cards 8 lanes each has links of half the rate.
+    Other cards than L20 and A100 are taken to reach the same share of their link. GeForce cards send through the host's
+    memory. They have all 16 lanes here; a board that gives two cards 8 lanes each has links of half the rate.
     """
     rows = json.loads((PROFILES.parent / "cards.json").read_text("utf-8"))
     return {name: Datasheet(**row) for name, row in rows.items()}
@@ -183,22 +183,22 @@ def join_devices(profiles: Sequence[Profile]) -> Profile:
     return dataclasses.replace(first, name=name, link=link, devices=len(profiles), by_rank=by_rank)
 
 
-def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Profile:
-    """Make the profile of a device with the shares `gets` of its datasheet."""
+def make_datasheet_profile(name: str, sheet: Datasheet, reached: Efficiency) -> Profile:
+    """Make the profile of a device that reaches some shares of its datasheet."""
     # A product or an attention of this size reaches half of the rate.
-    matmul_half = gets.matmul_half
-    half = gets.attention_half
-    best = sheet.flops * gets.matmul
+    matmul_half = reached.matmul_half
+    attention_half = reached.attention_half
+    best = sheet.flops * reached.matmul
     matmul = []
     attention = []
     for rows in SIZES:
         sizes = [rows * width for width in WIDTHS]
         matmul.append(tuple(best * size / (size + matmul_half) for size in sizes))
-        rate = sheet.flops * gets.attention * rows / (rows + half)
-        attention.append(tuple(rate * keys / (keys + half) for keys in SIZES))
-    numbers = Curve((1.0,), (sheet.bandwidth * gets.memory,))
+        rate = sheet.flops * reached.attention * rows / (rows + attention_half)
+        attention.append(tuple(rate * keys / (keys + attention_half) for keys in SIZES))
+    numbers = Curve((1.0,), (sheet.bandwidth * reached.memory,))
     socket = SOCKET if sheet.link == "pcie" else 0
-    call_s = gets.wire.call_s if sheet.call_s is None else sheet.call_s
+    call_s = reached.wire.call_s if sheet.call_s is None else sheet.call_s
     return Profile(
         name=name,
         source=f"{sheet.source}; shares fitted by benchmarks.published",
@@ -207,22 +207,22 @@ def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Pro
         matmul=Curve(SIZES, tuple(matmul), WIDTHS),
         attention=Curve(SIZES, tuple(attention), SIZES),
         pointwise=dict.fromkeys(("pointwise", "norm", "gelu"), numbers),
-        kernel_s=gets.kernel_s,
+        kernel_s=reached.kernel_s,
         block_s=sheet.block_s,
         kernel_gap_s=sheet.kernel_gap_s,
         host_bandwidth=sheet.host_bandwidth,
         runs_ahead=True,
-        micro_s=gets.micro_s,
+        micro_s=reached.micro_s,
         link=Link(
-            latency_s=gets.wire.latency_s,
+            latency_s=reached.wire.latency_s,
             bandwidth=sheet.p2p,
-            collective=gets.wire.exchange,
+            collective=reached.wire.exchange,
             call_s=call_s,
-            neighbours=gets.wire.exchange,
-            reduce=gets.wire.reduce,
-            overlap=gets.wire.overlap,
+            neighbours=reached.wire.exchange,
+            reduce=reached.wire.reduce,
+            overlap=reached.wire.overlap,
             socket=socket,
-            crossing=gets.wire.crossing,
+            crossing=reached.wire.crossing,
         ),
     )
 

@@ -23,7 +23,7 @@ from ditile.plan.simulate import Span, simulate_schedule
 from ditile.planner.ops import NO_SKIPS, CacheSkips, MachineWork, OpPricer, UnlikeOpPricer
 
 ROUNDED = 1e-12
-"""Share of a latency by which sums in another order differ."""
+"""Share of a latency by which sums in another order may differ."""
 STEADY = 3
 """Simulated steps after the warmup. All later steps take the time of the last one."""
 
@@ -104,7 +104,7 @@ class Pricer(MachineWork):
         bubble = free - compute
         if bubble <= ROUNDED * free:
             bubble = 0.0
-        # Steps of one kind send the same, and so do most stages.
+        # Steps of one kind send the same bytes, and so do stages that are alike, so one of each is counted.
         last = job.shape.steps - 1
         steps_by_kind: dict[tuple[Any, ...], list[int]] = {}
         for step, kind in enumerate(ops.step_kinds):
@@ -147,7 +147,7 @@ class Pricer(MachineWork):
         return max(seconds, key=seconds.__getitem__)
 
     def _sum_stage_seconds(self, job: PlannedCall, skips: CacheSkips) -> dict[int, float]:
-        """Sum the seconds each stage is occupied. Of alike stages only the first is there."""
+        """Sum the seconds each stage is occupied. Stages that are alike are there once, by the first of them."""
         ops = self.make_op_pricer(job, skips)
         # Steps of one kind have the same work, and so have stages that are alike.
         steps_by_kind: dict[tuple[tuple[bool, ...], int], list[int]] = {}
@@ -184,7 +184,7 @@ def _simulate_loop(ops: OpPricer, *, free: bool) -> tuple[float, float]:
 def simulate_steps(ops: OpPricer, *, free: bool) -> tuple[int, list[Span]]:
     """Return the number of simulated steps, and their ops."""
     schedule = ops.schedule
-    # Which steps compute references depends on their number.
+    # Whether a step computes references depends on its number, so no step stands for the others.
     is_steady = not ops.skips.steps and not (schedule.num_references and schedule.references)
     steps = ops.job.shape.steps
     shown = min(steps, schedule.warmup + STEADY) if is_steady else steps

@@ -2,8 +2,8 @@
 
 `ditile generate --seconds 4` computes the most steps within 4 s under the fastest plan, by the planner's seconds.
 `--min-psnr 45` computes the fewest steps with at least 45 dB promised by a fitted schedule (`ditile fit`). The PSNR of
-a schedule is the mean over images of its calibration captions to the same images with all steps: without `--steps`
-those of the finer run that the model's schedule was fitted to, if it was fitted to one.
+a schedule compares images of its calibration captions with the same images of all steps, on average. Without `--steps`
+these are of the finer run that the model's schedule was fitted to, if it was fitted to one.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def load_machine_profile(ask: PlanQuestion) -> Profile:
     """Load the profile of a question's machine, or of this one, with the device of each rank if they differ.
 
     Raises:
-        PlanError: if the hardware is not known, this machine was not measured, or fewer ranks were than are asked for.
+        PlanError: if the hardware is not known, this machine was not measured, or too few of its ranks were.
         ModelError: if a file is not a profile.
     """
     profile = _read_machine_profile(ask)

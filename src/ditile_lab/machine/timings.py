@@ -44,14 +44,14 @@ RATED_SECONDS = 0.5
 RATED_SIZES = {"cpu": (256, 512), "cuda": (4096, 3072)}
 """Kind of device -> tokens and channels of the kernels by which ranks are compared; a GPU needs more to be busy."""
 REPEATS = 5
-"""The number of parts into which these seconds are divided."""
+"""The number of parts into which `BUDGET` is divided."""
 
 
 class Bench:
     """Times calls on one device.
 
     Args:
-        device, dtype: of the measured tensors.
+        device, dtype: the device and the type of the measured tensors.
         done: called after each part of the measurements.
         group: the ranks whose links are measured; all by default.
     """
@@ -368,7 +368,7 @@ def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, fl
     because a kernel in a real call finds colder CPU caches than a repeated one.
 
     Args:
-        profile: with curves.
+        profile: the profile, with curves.
         measured: for each call its seconds in the transformer, the seconds that the curves predict, and its kernels.
     """
     work = torch.tensor([predicted / seconds for seconds, predicted, _ in measured], dtype=torch.float64)

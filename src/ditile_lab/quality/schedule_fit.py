@@ -73,10 +73,10 @@ class StepRecord:
     """The inputs of the scheduler in one call of a pipeline.
 
     Attributes:
-        predictions: of each step, in the host's memory.
-        latents: after the last step, in the host's memory.
+        predictions: the prediction of each step, in the host's memory.
+        latents: the latents after the last step, in the host's memory.
         models: the number of the model that was called before each step.
-        shape: of one image's latents, in the form that the first model takes.
+        shape: the shape of one image's latents, in the form that the first model takes.
     """
 
     predictions: list[Tensor] = field(default_factory=list)
@@ -196,7 +196,7 @@ class ScheduleFitting:
         return self._reference_steps > self._own_steps
 
     def _generate_in_full(self, number: int, caption: str) -> FullRun:
-        # First, as the scheduler's sigmas are read after the finer run.
+        # The pipeline's own steps come first, because the scheduler's sigmas are read after the finer run.
         own_frames = np.empty(0, np.uint8)
         if self._is_finer:
             own_frames = self._generate(number, caption, self._own_steps)

@@ -52,9 +52,9 @@ def derive_anatomy(transformer: nn.Module, calls: Sequence[Call]) -> Anatomy:
     """Derive the anatomy of a transformer.
 
     Args:
-        transformer: with all its blocks; a small twin of the class is enough.
-        calls: that differ in size, in text and, if the pipeline can, in the number of images; lengths of image, text
-            and batch must differ from each other.
+        transformer: the transformer with all its blocks; a small twin of the class is enough.
+        calls: calls that differ in size, in text and, if the pipeline can, in the number of images; lengths of image,
+            text and batch must differ from each other.
 
     Raises:
         ModelError: if something in it cannot be divided; the message names the block and the argument.
@@ -87,7 +87,7 @@ class _Derivation:
     Args:
         transformer, chain, calls: the model, its blocks, and the arguments of its calls.
         records: of each call, the inputs of each block.
-        poisoned: the same with latents of NaN.
+        poisoned: such records of the calls with latents of NaN.
     """
 
     def __init__(
@@ -277,8 +277,8 @@ class _Derivation:
                 matching.append(kind)
         if len(set(sizes)) == 1 and matching in ([], ["B"]):
             return "."
-        # A number of tokens that no call changes is assumed to be one wherever it occurs; the proof shows whether it
-        # is.
+        # A length that equals an unchanging number of tokens is assumed to count tokens; the proof shows whether it
+        # does.
         if len(matching) > 1:
             raise ModelError(f"{where}: recorded calls do not say what its lengths {tuple(sizes)} count")
         return matching[0] if matching else "C"
@@ -584,8 +584,8 @@ def _is_usable_mask(mask: Tensor, keys: int, sequence: int) -> bool:
 
     Args:
         mask: `[B, keys]` or `[..., queries, keys]`.
-        keys: of the part, and further ones.
-        sequence: keys of all tokens, and further ones.
+        keys: the number of keys in the part, with further keys.
+        sequence: the number of keys of all tokens, with further keys.
     """
     rows = mask.shape[-2] if mask.ndim > 2 else 1
     if rows == 1 or has_real_pairs(mask):

@@ -31,7 +31,7 @@ class BlockCall:
     Attributes:
         results: the names that the result is assigned to; empty if they are not known.
         positional: each positional argument: a name, "None", or "" for anything else.
-        named: the same for keyword arguments.
+        named: each keyword argument, in the same form.
         alone: whether no other list is called in turns with it.
     """
 

@@ -297,7 +297,7 @@ def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
         for block_list in find_block_lists(transformer):
             path, _, name = block_list.name.rpartition(".")
             owner = transformer.get_submodule(path)
-            # Before the copy, so that it does not take all blocks; the transformer gets its own list back later.
+            # This is before the copy, so that it does not take all blocks; the transformer gets its list back later.
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, nn.ModuleList(_select_unlike_blocks(block_list.blocks, blocks)))
         twin = copy.deepcopy(transformer).float().cpu().eval()

@@ -68,7 +68,7 @@ def derive_tensor_cuts(transformer: nn.Module, anatomy: Anatomy, call: Call) -> 
     """Return the anatomy with the model's tensor parallel cuts; unchanged if divided ranks compute something else.
 
     Args:
-        transformer: with all its blocks; a small twin of the class is enough.
+        transformer: the transformer with all its blocks; a small twin of the class is enough.
         anatomy: tells which arguments of its blocks are streams of tokens.
         call: the arguments of a call.
     """
