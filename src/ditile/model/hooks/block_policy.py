@@ -51,7 +51,7 @@ class BlockHook:
 
     Attributes:
         name: its path in the transformer.
-        anatomy: the meaning of the dimensions of that list's tensors.
+        anatomy: the meaning of the dimensions of tensors in the block's list.
     """
 
     index: int
@@ -183,7 +183,7 @@ class CallForm(NamedTuple):
         fed: name of each block after the first -> whether it receives anything that is computed from the latents, as a
             boolean tensor of one element.
         returns_text: whether the model makes a prediction from the text tokens too, as it does if they are a sound.
-        visits: how often the forward calls each block.
+        rows, visits: the rows of the batch in the first block, and the number of calls of blocks in the forward.
         latents: the part of a single sequence that is computed from the latents; None if unknown, which means all of
             the image.
         padding: the tokens of a single sequence that are not computed from the latents, such as padding; filled in only

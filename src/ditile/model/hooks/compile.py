@@ -140,9 +140,9 @@ def wrap_block_call(
     """Wrap a block's call until the stack is closed.
 
     Args:
-        block, wrap: the block, and a function that makes the new call from its own.
-        compile_: compiles the block's forward, where the block was not compiled by itself.
-        varying: the arguments whose number of tokens differs from call to call, so that a graph should serve any.
+        block, wrap: the block, and a function that makes the new call from the block's own.
+        compile_: compiles the block's forward, if the block was not compiled by itself.
+        varying: the arguments whose number of tokens differs from call to call: a graph should serve any number.
 
     Returns:
         Whether the wrapped call is compiled.

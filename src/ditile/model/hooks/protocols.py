@@ -146,9 +146,9 @@ class CallPosition(NamedTuple):
     Attributes:
         branch: the number of model calls since the scheduler's last step.
         patches: the patches that are computed, in order; only 0 if the image is one patch.
-        sizes: their image tokens; only known after the first block was reached.
+        sizes: the number of image tokens in each patch; only known after the first block was reached.
         has_text: whether the text is real and not a dummy; only known after the first block was reached.
-        images: their number in the batch, if known; a row is one branch of guidance of one image.
+        images: the number of images in the batch, if known; a row is one branch of guidance of one image.
         must_compute: whether nothing may be skipped, because the next step reads the outputs of this one.
         row_spans: the place of each patch among the rows of the image, as (start, stop, all); known when `sizes` is.
     """
@@ -181,7 +181,7 @@ class LabelledModel(Protocol):
     """A model whose pipeline names its calls.
 
     Attributes:
-        label: of the current call, such as "cond" and "uncond" of diffusers' `cache_context`; None if it has no name.
+        label: the name of the current call, such as "cond" or "uncond" in diffusers' `cache_context`; None without one.
     """
 
     label: str | None
@@ -211,7 +211,7 @@ class SkipAgreement:
         return sums.cpu()
 
     def take_first_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return the numbers of the first of those ranks; the others measured the same except for rounding."""
+        """Return the numbers of the first of these ranks; the others measured equal numbers except for rounding."""
         return list(numbers)
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
@@ -225,8 +225,8 @@ class SkipAgreement:
         """Send the input of a probe to the stage that has its last block, `to`."""
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
-        """Receive the input of a probe at that stage; `of` is its first block. Raises `StateError` if this rank has
-        it."""
+        """Receive the input of a probe from the stage that has its first block, `of`. Raises `StateError` if this rank
+        has the input itself."""
         raise StateError("a cache waits for tokens that no rank sends")
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:

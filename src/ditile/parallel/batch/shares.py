@@ -46,7 +46,7 @@ class BatchSlice(NamedTuple):
     """Some rows of a batch: those of some branches and some images.
 
     Attributes:
-        num_branches, num_images: their numbers in the batch.
+        num_branches, num_images: the numbers of branches and of images in the whole batch.
     """
 
     branches: range
@@ -127,7 +127,7 @@ class CfgExchange:
 
     Attributes:
         size: the number of groups.
-        index: of this rank's group.
+        index: the number of this rank's group.
     """
 
     def __init__(self, axis: Axis, traffic: Traffic, keeps_calls: bool) -> None:
@@ -139,7 +139,7 @@ class CfgExchange:
 
     def restrict_to_group(self, batch_slice: BatchSlice, group: int | None = None) -> BatchSlice:
         """Return the rows of a batched call that a group computes; by default this rank's group."""
-        # There are too few branches to split, so every group computes them all.
+        # If there are too few branches to split, every group computes them all.
         if batch_slice.num_branches < self.size:
             return batch_slice
         if group is None:
@@ -168,12 +168,12 @@ class CfgExchange:
     ) -> None:
         """Fill in the other groups' rows of the full-size predictions of some calls.
 
-        One message carries all those of a step.
+        One message carries the rows of all these calls.
 
         Args:
-            predictions: of each call.
+            predictions: the prediction of each call.
             slices: the rows of each group in each call.
-            piece: the fresh part; None is all.
+            piece: the fresh part of the predictions; None is all.
         """
         own = []
         for prediction, groups in zip(predictions, slices, strict=True):

@@ -6,8 +6,8 @@ block's kernels wait for its copy, and a copy waits for the kernels of the block
 device never holds more than two blocks, however far the host runs ahead.
 
 diffusers' group offloading is not used. With a stream the host waits at every block for a copy or the whole device,
-messages of other ranks included. If it does not wait for the device, it runs ahead, and more than two blocks are there.
-And the weights outside of blocks, which every patch needs, would be copied each time too.
+messages of other ranks included. If it does not wait, it runs ahead, and the device holds more than two blocks. And the
+weights outside of blocks, which every patch needs, would be copied each time too.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class HostCopies:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def count_allocated_bytes(self, size: int) -> int:
-        """Return how much of the host's memory such an allocation takes."""
+        """Return how many bytes of the host's memory an allocation of `size` bytes takes."""
         if self._stream is None:
             return size
         return 1 << max(size - 1, 0).bit_length()
 
     def start_copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
-        """Start a copy after an event of the device, or None; return the argument of `wait_for_copy`."""
+        """Start a copy, after an event of the device unless `after` is None; return what `wait_for_copy` takes."""
         if self._stream is None:
             target.copy_(source)
             return None
@@ -92,8 +92,8 @@ class _HostBlock:
 
     Attributes:
         tensors: the block's tensors between its forwards.
-        flat: their bytes.
-        on_device: their views of each buffer, by its number.
+        flat: the bytes of these tensors.
+        on_device: number of a buffer on the device -> the same tensors as views of the buffer.
     """
 
     def __init__(self, block: nn.Module, copies: HostCopies) -> None:
@@ -156,7 +156,7 @@ class _HostBlock:
 
     @staticmethod
     def _place_tensors(tensors: Sequence[_HostTensor], flat: Tensor, *, copied: bool) -> list[Tensor]:
-        """Place the same tensors in other memory, with or without their values."""
+        """Make views of other memory in the form of the tensors, one after the other, with or without their values."""
         start = 0
 
         def place_part(_: str, part: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class BlockOffload:
     def __init__(self, models: Sequence[TransformerHooks], owned: range, copies: HostCopies) -> None:
         self._copies = copies
         self._blocks: dict[nn.Module, _HostBlock] = {}
-        # The block that follows each: at first in the order of the model, later in the order of the last run.
+        # Block -> the block after it: at first in the order of the model, later in the order of the last run.
         self._next: dict[_HostBlock, _HostBlock] = {}
         for model in models:
             run = []
@@ -260,14 +260,14 @@ class BlockOffload:
         block = self._blocks[hook.block]
 
         def forward_streamed(*args: Any, **call: Any) -> Any:
-            # The order of this run is that of the next one.
+            # The next run is expected to have the order of this one.
             if self._previous is not None:
                 self._next[self._previous] = block
             self._previous = block
             index = self._find_buffer(block)
             # Another block was expected, so this one's copy starts only now.
             if index is None:
-                index = len(self._buffers) - 1 - self._current
+                index = len(self._buffers) - 1 - self._current  # the other buffer, if there are two
                 self._start_copy(index, block)
             following = self._next[block]
             if self._find_buffer(following) is None:

@@ -3,8 +3,8 @@
 Before the first step they show which latents belong to a patch, and how the pipeline passes latents on
 (`rehearsal.py`). A pipeline for in-painting needs some between micro-steps too. It blends the latents of a step with
 those of a noised image, by an amount that depends on the step. By itself it would give all patches the noise of the
-next step as soon as one of them was stepped. So it gets further iterations, in which it believes to be in the step
-before that of the next patch.
+next step as soon as one of them was stepped. So it gets further iterations, which look to it like the step before the
+step of the next patch.
 """
 
 from __future__ import annotations

@@ -70,9 +70,9 @@ class Rehearsal:
             references: whether tokens of reference images must be found.
 
         Raises:
-            PlanError: if there are no such tokens.
-            StateError: if a later iteration steps no scheduler, or one that calls a model, or if latents are cut and
-                the steps' calls have different rows.
+            PlanError: if tokens of reference images must be found, and there are none.
+            StateError: if an iteration after the first, or one that calls a model, steps no scheduler; or if latents
+                are cut and the calls have other rows in some steps.
         """
         dry = self.dry
         now = dry.now
@@ -109,7 +109,7 @@ class Rehearsal:
                 assert stream.rehearsed_piece is not None
                 stream.pieces.append(stream.rehearsed_piece)
         if steps == patches == 1:
-            # The second iteration shows how the pipeline passes latents on.
+            # There was only one iteration, and a second one shows how the pipeline passes latents on.
             yield dry.begin(0, 0)
             dry.check_stepped()
         if patches:
@@ -196,10 +196,10 @@ class Rehearsal:
         marked_patches = set[int]()
         for stream in dry.streams:
             stream.is_probed = True
-            # Two patches show whether an argument depends on more than its own; the last ones are not references.
+            # Two patches show whether an argument depends on more than its own patch. The first may be references.
             marked_patches.update(stream.list_owning_patches()[-2:])
-        # The latents given in one iteration are seen in the next one. So the first one still has the NaN of the last
-        # prediction, and a last one marks nothing.
+        # What is marked in one iteration is seen in the next one. So the first one still shows the NaN of the last
+        # prediction, and the last one only looks, and marks nothing.
         for patch in (*sorted(marked_patches), None):
             for stream in dry.streams:
                 stream.marked_piece = None
@@ -277,7 +277,7 @@ class ArgumentProbe:
     Attributes:
         first_calls: the calls of the first iteration, as in `KnownCall.calls`.
         masks: the places of NaN in the calls of the iteration under way.
-        masks_by_iteration: the same of the iterations before it, but for the first.
+        masks_by_iteration: the masks of each iteration of `Rehearsal._find_live_arguments`.
     """
 
     def __init__(self, now: Generation, pipeline: str) -> None:

@@ -1,7 +1,7 @@
 """Latents that a pipeline steps in its loop, with the scheduler that steps them.
 
-Most pipelines have one pair. One that generates a video and its sound steps the sound with a copy of its scheduler, or
-with another one, in the same iteration: see `Loop`.
+Most pipelines have one pair. A pipeline for a video with sound steps the latents of the sound with a copy of its
+scheduler, or with another one, in the same iteration: see `Loop`.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class SteppedLatents:
         self.marked_piece: Piece | None = None
         self.stepped_patches: dict[int, Tensor] = {}
         self.held_patches: dict[int, Tensor] = {}
-        self._samples: list[Tensor] = []  # in each dry iteration
-        self._handed_on: Tensor | None = None
-        self._blended: Tensor | None = None
+        self._samples: list[Tensor] = []  # the latents that the scheduler got, in each dry iteration
+        self._handed_on: Tensor | None = None  # the last result for the pipeline
+        self._blended: Tensor | None = None  # what a blending pipeline made of the latents
         self.predicted_shape: tuple[int, ...] = ()
         self._copies: PatchSchedulers | None = None
 
@@ -136,7 +136,7 @@ class SteppedLatents:
         return [patch for patch, piece in enumerate(self.pieces) if not piece.is_empty]
 
     def select_stepped_patches(self, patches: Sequence[int]) -> Sequence[int]:
-        """Return those of the patches that have latents, or one other with latents if none has.
+        """Return the patches among `patches` that have latents; if there are none, another patch with latents.
 
         Only the schedulers of patches with latents count steps.
         """

@@ -43,7 +43,7 @@ class HeadAndTokenShares:
     Attributes:
         heads: for each rank, its heads of each tensor.
         num_heads: for each rank, its number of heads, summed over the tensors.
-        index: this rank's place among them.
+        index: this rank's place among the ranks.
         is_even: whether all ranks have the same number of tokens, and the same number of heads of each tensor.
     """
 
@@ -83,7 +83,7 @@ def share_heads_and_tokens(
         runs = tuple(pick_weighted_chunk(range(count), weights, rank) for count in heads)
         heads_by_rank.append(runs)
         num_heads.append(sum(map(len, runs)))
-    # Each entry has one width for each tensor.
+    # The numbers of heads of each tensor on a rank; in an even split all ranks have the same ones.
     widths = {tuple(map(len, runs)) for runs in heads_by_rank}
     is_even = len(set(lengths)) == len(widths) == 1
     return HeadAndTokenShares(lengths, tuple(heads_by_rank), tuple(num_heads), index, is_even)
@@ -238,7 +238,7 @@ class UlyssesExchange(HeadExchange):
     def _repeat_uneven_heads(self, x_BPNH: Tensor, heads: int) -> Tensor:
         """Return keys or values that the ranks can divide.
 
-        Those of grouped-query attention are repeated if ranks cannot divide them evenly.
+        Heads of grouped-query attention are repeated if ranks cannot divide them evenly.
         """
         groups = x_BPNH.shape[2]
         if groups % self._ranks == 0 and len(set(self._weights)) == 1:

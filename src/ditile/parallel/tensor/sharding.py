@@ -5,9 +5,9 @@ weights of its share of the outputs. A row-parallel one keeps the weights of its
 summed over the ranks before the bias is added, once. The model's own forward runs; attention has all tokens and its
 share of the heads.
 
-There are two schemes. "row": an all-reduce after each row-parallel Linear. "sequence" (arXiv 2205.05198): between them
-every rank has its share of the tokens, residuals and norms included; tokens are gathered before attention and
-feed-forward and reduce-scattered after them: the same bytes, 1/n of the activations in between.
+There are two schemes. "row": an all-reduce after each row-parallel Linear. "sequence" (arXiv 2205.05198): tokens are
+gathered before attention and feed-forward and reduce-scattered after them, and in between, in residuals and norms,
+every rank has its share of the tokens. So "sequence" sends as many bytes, with 1/n of the activations in between.
 
 A rank sends, for p image and t text tokens with h channels and f = 2(n-1)/n, batch and element size apart:
 
@@ -233,7 +233,7 @@ def shard_weights(
             over_ranks = exclude_from_compile(scatters.get(path, sum_over_ranks))
             sharded._sums[path] = over_ranks
             _install_sums(stack, module, style.kind, cuts, over_ranks)
-            # The LoRAs that are fused into the whole weight.
+            # Note the LoRAs that are fused into the whole weight.
             if unwrap_lora_base(module) is not module:
                 sharded._fused.append((path, module, list(module.merged_adapters)))
             _cut_module(stack, path, module, cuts, is_whole=not loaded or path in adapters, keep=keep)

@@ -67,13 +67,13 @@ class TextEncoders:
         """Check the arguments without changing the encoders.
 
         Args:
-            plan: says how they are divided.
+            plan: says how the encoders are divided.
             mesh: the ranks of an image.
             device: where the encoders run.
             keep: whether the parts of other ranks are kept aside.
-            after: what happens to them when denoising begins: they stay; they wait on the CPU for the next call, where
-                they may be edited as before; or they are freed for good, so that later calls need embeddings instead of
-                prompts.
+            after: what happens to the encoders when denoising begins: they stay; they wait on the CPU for the next
+                call, where they may be edited as before; or they are freed for good, so that later calls need
+                embeddings instead of prompts.
 
         Raises:
             ModelError: if an encoder cannot be split, or `after` is not known.
@@ -88,7 +88,7 @@ class TextEncoders:
         self._channel = _EncoderChannel(mesh, device)
         self._kept: list[tuple[nn.Module, ModuleContents]] = []
         self._guards = ExitStack()
-        self._away = False
+        self._away = False  # offloaded in the current call
         for name, encoder in self.encoders.items():
             placement = read_placement(encoder)
             if placement not in (None, self._place):
@@ -117,7 +117,7 @@ class TextEncoders:
         if self.stay_whole:
             return
         for name, encoder in self.encoders.items():
-            # Its other parts were never read, so there is nothing to empty.
+            # An encoder with a placement was read in part, so there is nothing to empty.
             if read_placement(encoder) is not None:
                 continue
             if self._place != WHOLE:
@@ -140,7 +140,7 @@ class TextEncoders:
     def install_for_call(self, denoiser: nn.Module) -> Iterator[None]:
         """Let the encoders run for the length of a call.
 
-        The first call of `denoiser` in it releases them.
+        The first call of `denoiser` within the context releases the encoders.
         """
         with ExitStack() as stack:
             if self._after == "offload":
@@ -189,10 +189,10 @@ class TextEncoders:
 
 
 class _EncoderChannel:
-    """The channel from one rank of an image to the others: headers go over their CPU group, tensors over the other."""
+    """The channel from one rank of an image to the others: headers use the control group, tensors the image's group."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        # A failed call replaces its groups, so they are looked up for each message.
+        # A failed call replaces the groups of the mesh, so they are looked up for each message.
         self._mesh = mesh
         self._axis = mesh.image
         self._device = device
@@ -252,8 +252,8 @@ class _SplitEncoder:
         self._channel = channel
         self._layers = find_encoder_layers(encoder)
         self._owners = assign_layer_ranks(len(self._layers), place.weights)
-        self._extras: tuple[Any, ...] | None = None
-        self._recording = False
+        self._extras: tuple[Any, ...] | None = None  # what the first layer returns besides its tokens
+        self._returns_states = False  # whether the result has the output of every layer
 
     def install_forwards(self, stack: ExitStack) -> None:
         """Override the forwards of the encoder, of the modules before its layers, and of its layers."""
@@ -274,7 +274,7 @@ class _SplitEncoder:
             raise ModelError("text=split has no attention weights of the layers of other ranks; use text=first")
         # With hidden states, every layer's output is part of the result, not only the output of the last layer of each
         # run.
-        self._recording = bool(kwargs.get("output_hidden_states", config.output_hidden_states))
+        self._returns_states = bool(kwargs.get("output_hidden_states", config.output_hidden_states))
         return forward(*args, **kwargs)
 
     def _forward_layer(self, index: int, forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -291,7 +291,7 @@ class _SplitEncoder:
             return out[0] if isinstance(out, tuple) else out
 
         is_last_of_run = self._owners[index + 1 : index + 2] != [owner]
-        if is_last_of_run or self._recording:
+        if is_last_of_run or self._returns_states:
             return self._append_extras(self._channel.broadcast_result(owner, forward_own_tokens))
         if owner == self._index:
             return forward(hidden_states, *args, **kwargs)

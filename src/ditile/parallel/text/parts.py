@@ -86,8 +86,8 @@ def find_encoder_layers(encoder: nn.Module) -> nn.ModuleList:
 def assign_layer_ranks(layers: int, weights: tuple[float, ...]) -> list[int]:
     """Return the rank of each layer, in runs proportional to the ranks' weights."""
     owners: list[int] = []
-    # Chunks are picked from the last rank on: the longer ones of equal shares go to the last ranks, because the first
-    # rank has the embeddings.
+    # Chunks are picked from the last rank on, so that among equal shares the longer ones go to the last ranks: the
+    # first rank has the embeddings too.
     from_last = weights[::-1]
     for place in range(len(weights)):
         run = pick_weighted_chunk(range(layers), from_last, place)
@@ -160,7 +160,7 @@ def read_partial_encoder(
         options: for `from_pretrained`, such as `subfolder` and `variant`, or `config` and `state_dict`.
 
     Raises:
-        ModelError: if it cannot be split.
+        ModelError: if the encoder cannot be split.
         LoadError: if a weight of this part is missing, or of another shape, or belongs to no layer of the model.
     """
     # Without weights, only the config is read.
@@ -213,8 +213,8 @@ def _describe_misfit(encoder: nn.Module, info: Mapping[str, Any], *, is_file: bo
     missing = info["missing_keys"]
     if missing:
         return f"it lacks {len(missing)} weight(s), such as {min(missing)}"
-    # These belong to a deeper encoder, or to one with more weights in a layer. Weights beside all layers belong to
-    # another part of the encoder's model, such as a decoder.
+    # Count weights of a deeper encoder, or of one with more weights in a layer. Weights beside all layers do not count:
+    # they belong to another part of the encoder's model, such as a decoder.
     surplus = []
     for name in info["unexpected_keys"]:
         path, _, leaf = name.rpartition(".")
@@ -342,7 +342,7 @@ def install_guards(stack: ExitStack, encoder: nn.Module, name: str) -> None:
 def _refuse_partial_call(name: str, encoder: nn.Module, *_: Any) -> None:
     """Raise `StateError` outside of a runner's call.
 
-    It is a function of the module, so that encoders can be pickled.
+    It is no closure, so that encoders that have it as a hook can be pickled.
     """
     place = read_placement(encoder)
     if place == FREED:

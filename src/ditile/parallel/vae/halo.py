@@ -1,4 +1,4 @@
-"""Rows of an image: those of each rank at each resolution, those that it needs from others, and their messages.
+"""Rows of an image: which of them a rank has at each resolution, which it needs from other ranks, and their messages.
 
 Every rank computes the same tables from the height, so no size is ever sent. An image of H rows is cut at
 `ImageRows.cuts`; some ranks may have no row. An operation with a `RowWindow` makes each of its output rows from a run
@@ -113,9 +113,9 @@ class Halo:
     """One rank's part in an operation.
 
     Attributes:
-        own: its input rows.
-        out: its output rows.
-        inner: the output rows for which it needs no rows of others.
+        own: the rank's input rows.
+        out: the rank's output rows.
+        inner: the output rows for which the rank needs no rows of others.
         above: rows that it receives from lower ranks, from top to bottom.
         below: rows that it receives from higher ranks, from top to bottom.
         sends: rows of its own that it sends to others.
@@ -155,7 +155,7 @@ def plan_halo_exchange(rows: ImageRows, window: RowWindow, rank: int) -> Halo:
         input_rows = window.find_input_rows(range(row, row + 1), height)
         if intersect_ranges(input_rows, own) == input_rows:
             inner_rows.append(row)
-    # Rows of neighbours are needed at the edges alone, so the inner rows are one run.
+    # Rows of neighbours are needed only at the edges, so the inner rows are one run.
     inner = range(out.start, out.start)
     if inner_rows:
         inner = range(inner_rows[0], inner_rows[-1] + 1)
@@ -257,7 +257,7 @@ class Strip:
         self.num_ranks = links.num_ranks
         self._links = links
         self._rank = links.index
-        self._known: list[ImageRows] = []
+        self._known: list[ImageRows] = []  # the cuts at each resolution so far
 
     @property
     def own_height(self) -> int:

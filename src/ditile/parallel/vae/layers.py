@@ -25,8 +25,8 @@ PrepareRows = Callable[[Tensor], Tensor]
 class StripConvolution:
     """A convolution of a strip: its own rows while the halo is under way, then the rows at the edges.
 
-    With a block size it makes that many rows at a time, so that the kernel's copies and unfolded inputs are never
-    larger. Nearest up-sampling is applied to the rows that a block needs: halo rows are sent before they are doubled.
+    With a block size it makes that many rows at a time, so that the kernel copies and unfolds no more than these need.
+    Nearest up-sampling is applied to the rows that a block needs: halo rows are sent before they are doubled.
 
     Attributes:
         convolve: (rows, n) -> the convolution of these rows with n rows of zeros above and below.
@@ -45,7 +45,7 @@ class StripConvolution:
 
         Args:
             x: the input.
-            prepare: makes new rows from the input's, a block at a time; rows are sent before that.
+            prepare: makes new rows from input rows, a block at a time; halo rows are sent before it is called.
         """
         self.strip.find_rows(x.shape[-2])
         part = self.strip.begin_operation(self.window)
@@ -115,7 +115,7 @@ class StripConvolution:
         above = max(first - reach.start, 0)
         below = max(reach.stop - last, 0)
         if above == below and (self.mode == "constant" or not above):
-            return self.convolve(x, above)
+            return self.convolve(x, above)  # the convolution itself can pad both sides alike
         padding = [0, 0, above, below]
         if self.mode != "constant":
             # torch wants these modes to pad all dimensions after the channels.
@@ -214,7 +214,7 @@ def is_plain_residual(block: Any) -> bool:
 
 
 def build_strip_convolution(conv: nn.Conv2d, strip: Strip, scale: int = 1) -> StripConvolution:
-    """Build the convolution of a strip that is repeated `scale` times first, padded with zeros."""
+    """Build the convolution of a strip, padded with zeros; rows and columns are first repeated `scale` times."""
     rows = int(conv.padding[0])
     columns = int(conv.padding[1])
 
@@ -246,7 +246,7 @@ class RowFunctions(TorchFunctionMode):
         super().__init__()
         self._strip = strip
         self._padding: RowPadding | None = None
-        # These belong to the last tensor of a convolution or norm: attention only has a number of tokens.
+        # The size of the last tensor of a convolution or norm: attention sees only a number of tokens.
         self._frames = 1
         self._width = 1
         self._is_paused = False
@@ -294,7 +294,7 @@ class RowFunctions(TorchFunctionMode):
         before = self._take_padding(x)
         if not above and not below and before is None:
             return functional.pad(x, tuple(pad), mode, value)
-        # Zeros are known, and modes that look only at the rows of one edge; negative numbers cut rows off.
+        # A strip can be padded with zeros, and by modes that look only at rows near one edge, but not cut.
         is_known = mode != "circular" and min(above, below) >= 0 and not value
         pads_twice = before is not None and (above or below)
         if not is_known or pads_twice:
@@ -337,7 +337,7 @@ class RowFunctions(TorchFunctionMode):
         dilations = _repeat_number(dilation, dims)
         before = self._take_padding(input)
         kernel = (weight.shape[-2] - 1) * dilations[-2] + 1
-        # It looks at no other row, so no rows are sent.
+        # A pointwise convolution looks at no other row, so no rows are sent.
         is_pointwise = (kernel, strides[-2], paddings[-2]) == (1, 1, 0) and before is None
         if is_pointwise and input.shape[-2]:
             return self._note_shape(func(input, weight, bias, stride, padding, dilation, groups))

@@ -44,7 +44,7 @@ PROVEN = frozenset({
 })  # fmt: skip
 """Classes whose division is under test; the lab tries others when they are first divided."""
 LEAST_UNIT = 32
-"""How many image rows make a row at an autoencoder's lowest resolution, if its config does not say it."""
+"""How many image rows make a row at an autoencoder's lowest resolution, unless its config says more."""
 STOCK = (AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0)
 """The processors with the same result as `AttnProcessor2_0`."""
 
@@ -123,7 +123,7 @@ def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip) -> None:
                 # RowFunctions divides only scaled_dot_product_attention, which AttnProcessor does not call.
                 override_attribute(stack, module, "processor", AttnProcessor2_0())
             elif isinstance(module, nn.SiLU) and isinstance(coder, Encoder | Decoder):
-                # It is only called on a norm's output, which no other module reads.
+                # This activation is only called on a norm's output, which no other module reads.
                 override_attribute(stack, module, "inplace", True)
             elif isinstance(module, Upsample2D) and isinstance(coder, Encoder | Decoder) and _doubles_rows(module):
                 # Halo rows are sent before they are doubled.
@@ -198,9 +198,9 @@ def check_vae_divisible(vae: Any) -> None:
 
 
 def explain_rows_refusal(vae: Any) -> str | None:
-    """Return why an autoencoder cannot be divided by rows exactly, or None.
+    """Return why an autoencoder cannot be divided by rows exactly; None if it can.
 
-    One that was changed is tried again.
+    An autoencoder that was changed is tried again.
     """
     if vae is None:
         return "the pipeline has no vae that could be divided by rows; use vae=whole"
