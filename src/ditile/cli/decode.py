@@ -90,7 +90,7 @@ def decode_latents(options: DecodeOptions, plan: Plan, facts: LatentsFacts, path
 
 
 def _load_parts(options: DecodeOptions, plan: Plan, facts: LatentsFacts, device: torch.device) -> Any:
-    """Load the models that decode. Raises `ModelError` if they are of other configs than those of the file."""
+    """Load the models that decode. Raises `ModelError` if a config differs from the one in the file."""
     model = options.model or facts.model
     files = facts.components | options.components
     parts = {}

@@ -1,8 +1,8 @@
 """Files of latents: what the VAEs of a call are given, in one safetensors file.
 
 Tensors are its tensors, and everything else is JSON in its metadata. `ditile generate` writes one before the decode on
-request, and after a decode that failed; `ditile decode` reads it. Kept are calls of the classes in assets/decodes.json:
-one call of each VAE and diffusers' usual postprocessing make all that their own call returns.
+request, and after a decode that failed; `ditile decode` reads it. It does so for the classes in assets/decodes.json:
+one call of each VAE and diffusers' usual postprocessing make all that a call of such a class returns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ditile.runner.runner import DecodeError
 METADATA = "ditile_latents"
 """The name of the metadata that holds the JSON."""
 LATENTS = "vae.z"
-"""The tensor with the latents of images and videos; others too are named by component and argument of its `decode`."""
+"""The tensor with the latents of images and videos; each tensor is named by component and argument of its `decode`."""
 Part = Literal["vae", "audio_vae", "vocoder"]
 """The components that decode."""
 
@@ -46,12 +46,12 @@ class LatentsFacts(BaseModel):
 
     Attributes:
         model, components, dtype: what the decode loads.
-        parts: each component that decodes -> its config, as of `describe_config`; none if latents are not kept.
+        parts: each component that decodes -> its config from `describe_config`; empty if latents are not kept.
         kind, fps: what the call makes.
-        frames: of each video, for the progress; 0 if they are not known.
-        size: as of `find_cut_size`.
+        frames: the frames of each video, for the progress; 0 if they are not known.
+        size: the result of `find_cut_size`.
         pictures: the prompt and the seed of each image or video.
-        settings, texts: for the texts of their files, as of `describe_settings` and `build_png_texts`.
+        settings, texts: for the texts of their files, from `describe_settings` and `build_png_texts`.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
@@ -90,9 +90,9 @@ def explain_unkept(pipe: Any, call: CallArguments) -> str | None:
 
 
 def find_cut_size(pipe: Any, call: CallArguments) -> list[int | None]:
-    """Find the width and height to which a call cuts what it decodes; none if it does not."""
+    """Find the width and height to which a call cuts what it decodes; an empty list if it cuts nothing."""
     name = "use_resolution_binning"
-    # It is the default of classes that have it.
+    # In classes with this argument it is on by default.
     if not call.get(name, name in list_call_parameters(pipe)):
         return []
     return [call.get("width"), call.get("height")]
@@ -105,10 +105,10 @@ def describe_config(part: Any) -> str:
 
 
 class LatentsKeeper:
-    """Keeps what the VAEs of a call are given until what is decoded of it is written.
+    """Keeps the inputs of a call's VAEs until the decoded result is written.
 
     Args:
-        facts: of the call.
+        facts: the facts of the call.
         out: the first file that the call makes.
         path: the file of latents to write in any case; None to write one only after a failure.
     """
@@ -124,10 +124,10 @@ class LatentsKeeper:
     def decode(self, part: str, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keep a copy of the arguments of a part's first decode, write it on request, and decode."""
         if part in self.facts.parts and f"{part}.z" not in self._tensors:
-            # The classes of the table give it nothing else of importance: AutoencoderKL's generator is not used.
+            # The classes in the table pass nothing else that matters: AutoencoderKL does not use its generator.
             for name, value in inspect.signature(decode).bind(*args, **kwargs).arguments.items():
                 if isinstance(value, Tensor):
-                    # The decode may change its own in place.
+                    # The decode may change its argument in place.
                     self._tensors[f"{part}.{name}"] = value.to("cpu", copy=True).contiguous()
             if self._path is not None:
                 self._write_file(self._path)

@@ -89,7 +89,7 @@ def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
         name: part of a hub id, or of the name of a model, family, transformer or pipeline.
 
     Raises:
-        ModelError: if there is none.
+        ModelError: if nothing has this name.
     """
     word = _simplify(name)
     known = []

@@ -111,8 +111,8 @@ class StepEndCallbacks:
         everyone = gather_json([asks_for_tensors, period or 0], mesh.within_calls)
         self._gathers_tensors = any(asks for asks, _ in everyone)
         self._gather_period = max(period for _, period in everyone)
-        # All iterations, and iterations per step: two-stage schedulers have two, except one in the last step.
-        self._steps = 0
+        # The iterations of the loop, and of a step: two-stage schedulers have two per step, but one in the last step.
+        self._num_iterations = 0
         self._order = 1
         self._bar: Any = None
 
@@ -127,7 +127,7 @@ class StepEndCallbacks:
         if self._legacy is not None:
             call["callback"] = None
 
-        # In the pipeline's loop, where micro-steps are not shown: the real bar counts steps, on rank 0.
+        # The pipeline's loop updates this bar in each micro-step. The real bar counts steps, on rank 0.
         silent_bar = SimpleNamespace(update=lambda _=1: None)
 
         @contextmanager
@@ -163,8 +163,8 @@ class StepEndCallbacks:
             rng_state.list_generators(self._generator, self._device),
         )
 
-    def _handle_loop_begin(self, steps: int) -> None:
-        self._steps = steps
+    def _handle_loop_begin(self, num_iterations: int) -> None:
+        self._num_iterations = num_iterations
         self._order = getattr(self._pipe.scheduler, "order", 1)
         self._meter.mark_loop_begin()
 
@@ -189,7 +189,7 @@ class StepEndCallbacks:
             references = layout.count_reference_tokens()
         computed = not now.is_forecast and now.schedule.computes_references(now.micro_step.step)
         self._meter.record_step_end(now.memory.key_bytes, text, references, computed=computed)
-        if self.decodes_alone and step == self._steps - 1:
+        if self.decodes_alone and step == self._num_iterations - 1:
             note_local_work()
         if not self._is_step_visible(step):
             return
@@ -197,7 +197,7 @@ class StepEndCallbacks:
         if self._bar is not None:
             self._bar.update()
         if self._watcher.on_step is not None:
-            num_steps = -(-self._steps // self._order)
+            num_steps = -(-self._num_iterations // self._order)
             self._watcher.on_step(number, num_steps)
         if self._watcher.on_latents is not None and self._is_watched(step) and self._mesh.rank == 0:
             self._watcher.on_latents(number, latents)
@@ -208,7 +208,7 @@ class StepEndCallbacks:
     def _is_step_visible(self, step: int) -> bool:
         """Return whether the stock pipelines show this iteration. They show all, or every second one with two-stage
         schedulers."""
-        return step == self._steps - 1 or (step + 1) % self._order == 0
+        return step == self._num_iterations - 1 or (step + 1) % self._order == 0
 
     def _handle_micro_step_end(self, pipe: Any, _: int, timestep: Any, tensors: CallArguments) -> CallArguments:
         step = self.loop.closing_step
@@ -219,7 +219,7 @@ class StepEndCallbacks:
             is_guided = getattr(pipe, "do_classifier_free_guidance", None)
             returned = self._callback(pipe, step, timestep, dict(tensors))
             has_changed = getattr(pipe, "do_classifier_free_guidance", None) != is_guided
-            if has_changed and self.refuses_other_guidance and step < self._steps - 1:
+            if has_changed and self.refuses_other_guidance and step < self._num_iterations - 1:
                 name = getattr(self._callback, "__name__", type(self._callback).__name__)
                 raise ModelError(explain_ended_guidance(name))
             if isinstance(returned, dict):

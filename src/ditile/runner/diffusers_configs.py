@@ -1,4 +1,4 @@
-"""Takes diffusers' own configs of parallelism: those of its `model.enable_parallelism`, for any pipeline of ditile.
+"""Takes the configs of diffusers' `model.enable_parallelism`, for any pipeline of ditile.
 
 diffusers divides classes that have a table of theirs (`_cp_plan`, `_tp_plan`); ditile derives what it divides.
 """
@@ -33,8 +33,8 @@ def enable_parallelism(pipe: Any, config: Any, **options: Any) -> Runner:
     `ulysses_anything` and `ring_anything` are not needed, as every length and number of heads is divided.
 
     Args:
-        pipe: as for `parallelize`; or a transformer alone, whose calls are then `runner(arguments=dict(...))`, with the
-            arguments of its forward. Each is exact by itself, as nothing says where an image begins.
+        pipe: as in `parallelize`; or only a transformer, whose calls are then `runner(arguments=dict(...))`, with the
+            arguments of its forward. Each call is exact by itself, as nothing says where an image begins.
         config: a `ContextParallelConfig`, a `TensorParallelConfig`, or a `ParallelConfig` with one of them.
         options: further arguments of `parallelize`, such as `attention` or `trust_code`.
 

@@ -15,7 +15,7 @@ from ditile.model.fingerprint import fingerprint, hash_bytes
 from ditile.model.hooks.compile import unwrap_compiled
 from ditile.plan.option_classes import CallArguments, JsonObject
 
-PLACES_OF_ADAPTERS = ("target_modules", "base_model_name_or_path", "revision", "inference_mode")
+ITEMS_OF_A_RANK = ("target_modules", "base_model_name_or_path", "revision", "inference_mode")
 """The items of an adapter's config that may differ between ranks."""
 
 
@@ -61,7 +61,7 @@ def describe_state(pipe: Any, device: torch.device) -> JsonObject:
 
 
 def describe_loras(components: Mapping[str, Any]) -> dict[str, str]:
-    """Describe the use of LoRAs on this rank: in each block, and in each list and model with one use throughout.
+    """Describe how this rank uses LoRAs: in each block, and in each list or model whose layers all use a LoRA alike.
 
     Ranks have some blocks in common, and others not; keys that only one of two ranks has say nothing.
     """
@@ -75,10 +75,10 @@ def describe_loras(components: Mapping[str, Any]) -> dict[str, str]:
         described[f"LoRAs of {name}"] = _name_loras(model)
         configs: Any = model.peft_config
         for lora, config in configs.items():
-            # Without its origin and the names of a rank's layers.
+            # The config is compared without its origin and the names of a rank's layers.
             values = config.to_dict()
-            for place in PLACES_OF_ADAPTERS:
-                values.pop(place, None)
+            for item in ITEMS_OF_A_RANK:
+                values.pop(item, None)
             described[f"config of LoRA {lora} in {name}"] = str(fingerprint(values, "numbers"))
         for path, layer in model.named_modules():
             places = f"{name}.{path}".split(".")

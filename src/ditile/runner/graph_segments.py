@@ -16,8 +16,8 @@ def has_room_to_capture(device: torch.device, pools_bytes: int, own_pool_bytes: 
     first.
 
     Args:
-        pools_bytes: of the pools of all graphs.
-        own_pool_bytes: of the pool that the capture uses.
+        pools_bytes: the bytes of the pools of all graphs.
+        own_pool_bytes: the bytes of the pool that the capture uses.
     """
     allocated = torch.cuda.memory_allocated(device)
     # A capture takes the same memory as the code of a call, outside of any pool.
@@ -37,7 +37,7 @@ def prepare_capture_stream(device: torch.device) -> torch.cuda.Stream:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        # cuBLAS keeps memory for each stream for good, which must not be of the pool of a graph.
+        # cuBLAS keeps memory for each stream for good. This memory must not come from the pool of a graph.
         square = torch.ones(16, 16, device=device)
         torch.mm(square, square)
     return stream

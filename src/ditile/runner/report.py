@@ -22,16 +22,16 @@ class Report:
         seconds: total, text (until the first step), denoise, decode.
         steps: number of steps that ran.
         synchronous: the synchronous steps, from 0.
-        warmup_mode: how they ran; with warmup_mode=auto the chosen mode.
+        warmup_mode: how these steps ran; with warmup_mode=auto the chosen mode.
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
         key_bytes: bytes of stale keys and values at the end of the last step.
         cache_bytes: bytes that caches keep at the end of the last step.
         text_tokens: text tokens in the sequence of joint attention; None if no block had hooks.
         recorded: the recorded and played calls of models; None if nothing is recorded, such as on a CPU.
-        reference_tokens: of reference images, if a plan chooses the steps that compute them.
-        reference_steps: these steps, from 0.
-        step_seconds: of each step on this rank's device; empty unless the call was traced.
+        reference_tokens: the tokens of reference images, if a plan chooses the steps that compute them.
+        reference_steps: the steps that computed them, from 0.
+        step_seconds: the seconds of each step on this rank's device; empty unless the call was traced.
         waited: seconds of each step in which this rank waited for messages and computed nothing, by kind of message;
             empty unless the call was traced.
     """
@@ -99,7 +99,7 @@ class CallMeter:
         Args:
             key_bytes: bytes of stale keys.
             text, references: tokens of the text in the sequence, and of reference images that are patches.
-            computed: whether these were computed.
+            computed: whether the step computed the reference images.
         """
         self._ended = self._clock.mark_point()
         self._trace.mark_step()
@@ -116,7 +116,7 @@ class CallMeter:
         """End the call, and wait for the device.
 
         Args:
-            synchronous, warmup_mode: its synchronous steps, and how they ran.
+            synchronous, warmup_mode: the call's synchronous steps, and how they ran.
             cache_bytes: bytes that caches keep.
             recorded: counts of recorded and played calls.
         """

@@ -45,8 +45,8 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
             num_parameters = parameters[rank]
         else:
             # A dry run has no model with parameters to count.
-            of_blocks = sum(job.weights.blocks[block] for block in planned.blocks)
-            num_parameters = job.weights.shared + math.ceil(of_blocks / planned.divisor)
+            num_in_blocks = sum(job.weights.blocks[block] for block in planned.blocks)
+            num_parameters = job.weights.shared + math.ceil(num_in_blocks / planned.divisor)
         # The last step but one is asynchronous if any step is, and unlike the last step it still sends latents.
         sent = count_traffic_in_step(job, rank, max(0, shape.steps - 2))
         traffic = [f"{kind}\n  {format_bytes(size)}" for kind, size in sent.items()]

@@ -47,7 +47,7 @@ class PredictionScheduler(SchedulerMixin, ConfigMixin):
 
 
 class TransformerCalls(DiffusionPipeline):
-    """A pipeline of a transformer alone, of which each call is a loop of one step."""
+    """A pipeline that has only a transformer. Each call is a loop of one step."""
 
     transformer: Any
     scheduler: Any
@@ -62,7 +62,7 @@ class TransformerCalls(DiffusionPipeline):
         """Call the transformer, and return its prediction.
 
         Args:
-            arguments: of its forward, by name.
+            arguments: the arguments of its forward, by name.
             callback_on_prediction: takes each prediction, and returns the arguments of the next call, or None after the
                 last. Calls of one chain install what the plan divides once, and have arguments of the same shapes.
 
@@ -84,7 +84,7 @@ class TransformerCalls(DiffusionPipeline):
         self.scheduler.set_timesteps()
         for timestep in self.scheduler.timesteps:
             result = self.transformer(**{**arguments, "return_dict": False})
-            # Kandinsky 5 returns its prediction by itself, whose rows are no predictions.
+            # Kandinsky 5 returns its prediction without a tuple around it; the rows of a tensor are no predictions.
             if isinstance(result, Tensor):
                 result = (result,)
             # Some models make a list with a tensor for each row.

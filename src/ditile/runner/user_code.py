@@ -34,8 +34,8 @@ class UserCode(NamedTuple):
     """Something on a model that none of the known packages put there.
 
     Attributes:
-        path: of the module that has it, within the model.
-        description: in words, for errors.
+        path: the path, within the model, of the module that has it.
+        description: what it is, in words for errors.
         is_of_class: whether it is the class of a module.
     """
 
@@ -49,7 +49,7 @@ def explain_code_refusal(parts: Iterable[nn.Module], plan: Plan, steps: int | No
 
     Args:
         parts: the models; compiled ones stay wrapped, because hooks may be on torch's wrapper.
-        steps: of the call, if they are known.
+        steps: the steps of the call, if they are known.
     """
     # A single rank without stale keys calls every module like the pipeline itself.
     if plan.world == 1 and not plan.has_stale_steps(steps):

@@ -133,7 +133,7 @@ class AccessLog:
             is_failed_post = scope["method"] == "POST" and status >= 400
             if status == 401 or (is_failed_post and state.get("job") is None):
                 self._metrics.count("requests_refused", status)
-            line = {
+            entry = {
                 "time": round(began, 3),
                 "method": scope["method"],
                 "path": scope["path"][:200],
@@ -142,7 +142,7 @@ class AccessLog:
                 "owner": state.get("owner", ""),
                 "job": state.get("job"),
             }
-            ACCESS_LOG.info(json.dumps(line))
+            ACCESS_LOG.info(json.dumps(entry))
 
 
 @router.get("/health")
@@ -186,7 +186,7 @@ async def read_model(http: HttpRequest, name: str) -> Response:
 
 
 async def _describe_model(http: HttpRequest) -> JsonObject:
-    """Return the model in OpenAI's form, and what a form for it shows."""
+    """Return the model as OpenAI describes one, and what a page with a form for its requests shows."""
     service = find_service(http)
     facts = service.facts
     return {

@@ -22,7 +22,7 @@ class CacheSwitch:
     """The cache of the running request; by default the server's own.
 
     Attributes:
-        is_replaced: whether the cache is that of a request.
+        is_replaced: whether a request has its own cache in place of the server's.
         has_cache: whether steps or blocks are skipped now.
     """
 
@@ -56,7 +56,7 @@ class CacheSwitch:
             raise ModelError(
                 "this server has a cache of its own; leave computed_steps, within_seconds and min_psnr out"
             )
-        # The server's cache line may name a file, as its flag.
+        # The server's cache line may name the file of a schedule, like the flag for it.
         schedule = self._setup.cache.schedule if own_config is None else own_config.schedule
         disable_cache(self._runner)
         self.is_replaced = True

@@ -160,7 +160,7 @@ class Job:
         attempts: how often ranks have started on it.
         step, num_steps: in news of a running job, the number of steps done, and of all steps.
         preview: in news, a PNG of the running latents, if there is a new one.
-        preview_index: its number from 0.
+        preview_index: the number of the preview, from 0.
     """
 
     id: str

@@ -26,7 +26,7 @@ class WorkerSetup:
     """The settings with which the ranks of a replica load and compute.
 
     Attributes:
-        options: of the server: the model, and how ranks compute.
+        options: the server's options: the model, and how ranks compute.
         plan, cache: as in `ditile generate`.
         local_ranks: as in `launch`.
     """
@@ -108,7 +108,7 @@ class SocketLink:
         return header["message"], files
 
     def fileno(self) -> int:
-        """Return the descriptor, to wait for a message of several links."""
+        """Return the descriptor, for a process that waits for messages of several links at once."""
         return self._connection.fileno()
 
     def close_connection(self) -> None:

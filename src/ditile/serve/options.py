@@ -23,7 +23,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(
 # The size of a large photo. Each pixel takes some bytes of the server's memory during decoding.
 MAX_UPLOAD_PIXELS = 2**24
 FOR_SECOND = f"{DENOISERS[1]}="
-"""Begins the name of a request's LoRA that is for the second of two transformers, as of --lora."""
+"""Begins the name of a request's LoRA that is for the second of two transformers, as in --lora."""
 
 
 @options()

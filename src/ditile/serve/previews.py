@@ -72,7 +72,7 @@ class PreviewDecoder:
         self._weights = torch.linalg.lstsq(self._inputs, self._colors, rcond=CUTOFF, driver="gelsd").solution
 
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Image.Image:
-        """Return the preview of latents; of a video the frame in the middle.
+        """Return the preview of latents; for a video, of the frame in the middle.
 
         Args:
             latents: preferably the result of `estimate_clean_latents`.
@@ -168,7 +168,7 @@ class CallPreviews:
 
 
 def can_estimate_clean(scheduler: Any) -> bool:
-    """Return whether it is known how a scheduler mixes images with noise, and its steps add none."""
+    """Return whether it is known how a scheduler mixes images with noise, and that its steps add no noise."""
     config = scheduler.config
     if type(scheduler).__name__ in NOISY_SCHEDULERS:
         return False

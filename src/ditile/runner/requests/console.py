@@ -68,7 +68,7 @@ def make_numbered_tables(labels: Sequence[str], columns: Mapping[str, Sequence[s
     """Make tables for 80 columns with a row of numbers for each label, and then the labels, which can be copied.
 
     Args:
-        labels: a line or several of each row, such as a plan.
+        labels: for each row one line or several, such as a plan.
         columns: title -> a text for each row; a table that would be too wide is continued by another.
     """
     from rich.table import Table

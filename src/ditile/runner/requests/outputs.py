@@ -25,7 +25,7 @@ SUFFIXES: Mapping[OutputKind, tuple[str, ...]] = {
     "video": VIDEO_SUFFIXES,
     "sound": (".wav",),
 }
-"""What a model makes -> the suffixes of its files, that of the default file first."""
+"""What a model makes -> the suffixes of its files, beginning with the default file's suffix."""
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{model\}|\{(seed|index)(:0?\d{1,2}d?)?\}")
 """A placeholder in the name of an output file, or two braces for one."""
 COCO_PREFIX = "coco:"
@@ -69,13 +69,13 @@ class RunOptions(PlannedOptions, EngineOptions):
             )
 
     def name_output(self, request: GenerateOptions, kind: OutputKind) -> RunOptions:
-        """Name the file to write, of what a model makes, and return the options with it.
+        """Return the options with a name for the file to write, which depends on what the model makes.
 
         Raises:
             ModelError: if the given file is of another kind.
         """
         if self.out is None:
-            # The default name gets a number where it is that of an input.
+            # The default name gets a number if an input has that name.
             inputs = {files.identify_file(Path(path)) for _, path in list_named_paths(request)}
             stem = f"ditile-{kind}"
             suffix = SUFFIXES[kind][0]
@@ -127,7 +127,7 @@ class RunOptions(PlannedOptions, EngineOptions):
         """Raise `ModelError` unless these images and all other output files can be written, each to its own file.
 
         Args:
-            paths: of the images, or of the videos, which have posters.
+            paths: the paths of the images, or of the videos, which have posters.
             others: the other options of the command, for the files that they name.
         """
         written = []

@@ -52,18 +52,18 @@ def choose_pipeline_class(
     Args:
         pipeline: the model's own class; or a modular pipeline, which has no relatives.
         conditions: what the call starts from.
-        config: of its pipeline, as in model_index.json.
+        config: the config of its pipeline, as in model_index.json.
         has_controlnet: whether there is a ControlNet in addition to the model's own parts.
 
     Raises:
-        ModelError: if diffusers has none on the same models.
+        ModelError: if diffusers has no such class for the same models.
     """
     if not conditions:
         return pipeline
     candidates = []
     for cls in (pipeline, *_list_relatives(pipeline)):
         takes_all = set(conditions) <= read_call_conditions(cls).arguments.keys()
-        # A class that joins channels calls a transformer with more of them.
+        # A class that joins channels calls a transformer with more input channels.
         shares_weights = cls is pipeline or not _joins_channels(cls, config) or _joins_channels(pipeline, config)
         if takes_all and shares_weights and _has_parts(cls, pipeline, has_controlnet):
             candidates.append(cls)
@@ -88,7 +88,7 @@ def choose_pipeline_class(
 
 
 def choose_requested_class(request: GenerateOptions) -> tuple[Any, JsonObject]:
-    """Choose the class that runs a request by the files of its model, and return the config of these too.
+    """Choose the class that runs a request by the files of its model, and return the config in these files too.
 
     Returns:
         None for the class if the model's files name no pipeline of diffusers.
@@ -141,7 +141,7 @@ def _has_parts(cls: Any, pipeline: Any, has_controlnet: bool) -> bool:
         if "controlnet" not in parameters:
             return False
         parts.add("controlnet")
-    required = [name for name, each in parameters.items() if each.default is inspect.Parameter.empty]
+    required = [name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
     return parts.issuperset(required)
 
 

@@ -89,7 +89,7 @@ def check_request_by_files(request: GenerateOptions, plan: Plan, cache: CacheOpt
 
     Raises:
         LoadError: if the files cannot be read.
-        ModelError: if the class does not take an argument, starts from what is missing, or a cache has too few steps.
+        ModelError: if the class does not take an argument, lacks an input that it needs, or a cache has too few steps.
         PlanError: if the plan divides branches of guidance that the call does not have.
     """
     pipeline, config = choose_requested_class(request)
@@ -102,7 +102,7 @@ def check_request_by_files(request: GenerateOptions, plan: Plan, cache: CacheOpt
 
 
 def check_cache_steps(cache: CacheOptions, call: CallArguments) -> None:
-    """Raise `ModelError` for too short a step mask, or for steps that must all compute."""
+    """Raise `ModelError` for a step mask that is too short, or if the cache must compute all steps."""
     from ditile.cache.build import explain_idle_steps
 
     config = cache.build_cache_arguments()["cache_config"]

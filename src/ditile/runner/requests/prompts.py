@@ -45,7 +45,7 @@ def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
     """Read the prompts in an option's file: its lines without blank ones and those that begin with #.
 
     Raises:
-        ModelError: if it cannot be read, is not UTF-8, or has none.
+        ModelError: if it cannot be read, is not UTF-8, or has no prompt.
     """
     try:
         text = files.read_text(name)
@@ -64,7 +64,7 @@ def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
 def list_prompt_lines(request: GenerateOptions, run: RunOptions) -> list[PromptLine]:
     """List a line for every image: of one prompt, or of every prompt of a file.
 
-    Without a seed the first one of a file is 0, so that the same command resumes.
+    Without a seed the first line of a file has seed 0, so that the same command resumes.
 
     Raises:
         ModelError: as `read_prompts`.
@@ -139,8 +139,8 @@ def select_missing_lines(all_lines: Sequence[PromptLine], description: str, *, k
     """Select the lines whose image is missing, is not whole, or was made by another request.
 
     Args:
-        all_lines: of the file.
-        description: of the request, as of `describe_request`.
+        all_lines: all lines of the file.
+        description: the text of the request, from `describe_request`.
         kind: what the model makes; the poster of a video says how it was made.
     """
     missing_lines = []

@@ -62,7 +62,7 @@ def build_png_texts(
     """Build the texts of an image's file about how it was made, without its prompt and seed.
 
     Args:
-        conditions: what it starts from, as of `bind_conditions`.
+        conditions: what it starts from, as in `bind_conditions`.
         promise: what bounds promised; none without bounds.
     """
     settings = cache.describe_settings(pictures.hide_local_path)
@@ -98,10 +98,10 @@ def build_png_texts(
 
 
 def describe_settings(pipe: DiffusionPipeline, call: CallArguments, texts: Mapping[str, str]) -> JsonObject:
-    """Describe a call in the words of AUTOMATIC1111. The seed and the size are those of a picture, and None here.
+    """Describe a call in the words of AUTOMATIC1111. The seed and the size belong to a picture, and are None here.
 
     Args:
-        texts: as of `build_png_texts`.
+        texts: the result of `build_png_texts`.
     """
     complete: CallArguments = {}
     for name, parameter in list_call_parameters(pipe).items():
@@ -133,7 +133,7 @@ def add_picture_texts(
     """Return the texts of one image, video or sound: from its request, its prompt and seed, and those of AUTOMATIC1111.
 
     Args:
-        texts, settings: as of `build_png_texts` and `describe_settings`.
+        texts, settings: the results of `build_png_texts` and `describe_settings`.
     """
     prompt = prompt or ""
     size = None
@@ -172,7 +172,7 @@ def _describe_frames(frames: Any, *, is_video: bool) -> str:
 
 
 def list_drawn(pipe: Any, result: Any) -> Sequence[Image.Image | Video | Sound]:
-    """List the images, the videos or the sounds of a pipeline's result. The other ranks have None, which has none."""
+    """List the images, the videos or the sounds of a pipeline's result: none for None, the result of other ranks."""
     if result is None:
         return []
     images: Sequence[Image.Image] | None = getattr(result, "images", None)

@@ -39,7 +39,7 @@ SHEET_WIDTH = 256
 CRF = "16"
 """The constant rate factor of x264: with this one a loss can hardly be seen."""
 _MAX_DENOMINATOR = 1001
-"""The largest denominator of a rate; those of television are such as 30000 / 1001."""
+"""The largest denominator of a rate; rates of television are such as 30000 / 1001."""
 
 
 def check_encoder(path: Path, fps: float | None) -> None:
@@ -68,7 +68,7 @@ def convert_to_videos(frames: Any) -> list[Video]:
 
     Args:
         frames: a list of videos, each a list of Pillow's images, an array [F, H, W, 3] or a tensor
-            [F, 3, H, W] of 0 to 1; an array or a tensor with a first dimension for them; or one such video.
+            [F, 3, H, W] of 0 to 1; an array or a tensor of videos along a first dimension; or a single such video.
     """
     # One video has four dimensions, and several have five.
     if isinstance(frames[0], Image.Image) or getattr(frames, "ndim", 5) == 4:

@@ -94,10 +94,10 @@ class Checkpoint:
             return cls(dict.fromkeys(tensors.keys(), single), locate)
 
     def find_weights(self, names: AbstractSet[str], place: Path) -> Checkpoint:
-        """Return the checkpoint with any weights missing in its index, if its files have them.
+        """Return the checkpoint together with weights that its index lacks and its files have.
 
         Raises:
-            LoadError: if they have not.
+            LoadError: if a weight is in no file.
         """
         if names <= self.files.keys():
             return self
@@ -123,7 +123,7 @@ class Checkpoint:
 
         Args:
             module: has tensors of the checkpoint's shapes, on the meta device.
-            dtype: of all that is a floating point number.
+            dtype: the type of all floating point numbers.
             keep_fp32: parts of names that stay float32.
             part: selects this rank's share of a tensor; all of it by default.
 
@@ -218,7 +218,7 @@ def _copy_own_part(
         own_dtype = views[0].dtype
     elif set(keep_fp32) & set(name.split(".")):
         own_dtype = torch.float32
-    # A view of a class of its own, such as a quantized one, makes these of its class.
+    # Copy into plain tensors: a view of another class, such as a quantized one, would make tensors of its class.
     if len(views) == 1:
         return torch.empty(views[0].shape, dtype=own_dtype).copy_(views[0]), num_bytes
     return torch.cat(views, dim, out=torch.empty(0, dtype=own_dtype)), num_bytes

@@ -28,7 +28,7 @@ GROUP_SIZES = tuple(4**power for power in range(8))
 
 
 def _define_setting(default: Any, name: str) -> Any:
-    # Some converters write it into an object of its own, where ComfyUI looks too.
+    # Some converters write the settings into an object of their own, where ComfyUI looks too.
     return Field(default, validation_alias=AliasChoices(name, AliasPath("params", name)))
 
 
@@ -50,7 +50,7 @@ class IntegerFormat(NamedTuple):
     """How a weight is stored in integers.
 
     Attributes:
-        name: of the format.
+        name: the name of the format.
         group_size: the columns that are rotated together; 1 if none are.
         numbers: the numbers in a block of `num_bytes`.
     """
@@ -69,7 +69,7 @@ class IntegerFormat(NamedTuple):
 
     @property
     def row_blocks(self) -> RowBlocks:
-        """Return the blocks for cutting it."""
+        """Return the blocks for cutting the weight."""
         return RowBlocks(CONVROT, self.group_size, self.group_size)
 
     def unpack_integers(self, stored: Tensor) -> Tensor:

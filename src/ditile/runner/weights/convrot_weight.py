@@ -23,7 +23,7 @@ LEAST_SCALE = 1e-30
 LEAST_ROWS = 32
 """The kernels of GPUs take more than 16 rows; fewer are filled up."""
 MULTIPLE = 8
-"""They take rows and columns of weights that this number divides."""
+"""The kernels of GPUs take weights whose numbers of rows and columns are multiples of this."""
 HAS_VNNI = torch.cpu._is_vnni_supported()
 """Without these instructions the kernels of CPUs add two products in 16 bits, which large integers exceed."""
 
@@ -33,15 +33,15 @@ class ConvRotInt8(TorchAOBaseTensor):  # type: ignore[misc]
 
     Attributes:
         qdata: the integers.
-        scale: of each row, in float32.
-        block_size: a row, and the columns of a group.
+        scale: the scale of each row, in float32.
+        block_size: the rows and columns that are rotated together: one row, and the columns of a group.
     """
 
     tensor_data_names = ["qdata", "scale"]
     tensor_attribute_names = ["block_size", "dtype"]
 
     def __new__(cls, qdata: Tensor, scale: Tensor, block_size: list[int], dtype: torch.dtype) -> ConvRotInt8:
-        """Make a tensor in whose dtype it is multiplied."""
+        """Make a tensor that has the dtype in which it is multiplied."""
         tensor: ConvRotInt8 = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=dtype, device=qdata.device)
         return tensor
 

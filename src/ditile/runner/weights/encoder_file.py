@@ -32,18 +32,18 @@ def open_encoder_file(path: Path, kind: Any, config: Any) -> Iterator[dict[str, 
     Args:
         path: the file.
         kind: the class of the model.
-        config: of the model.
+        config: the config of the model.
 
     Raises:
         LoadError: if the file is not whole, or of an architecture that transformers does not read.
-        ModelError: if it is one of GGUF, and the extra is not installed.
+        ModelError: if it is a GGUF file, and the extra is not installed.
     """
     file = SingleFile.read_header(path)
     if file.gguf is None:
         tensors = file.tensors
         for name, tensor in tensors.items():
             module, _, leaf = name.rpartition(".")
-            # Integers in place of weights, and tensors beside them that would be left out.
+            # A quantized weight has other types than floats, or further tensors beside it, which would be left out.
             is_quantized = leaf != "bias" and f"{module}.weight" in tensors
             if leaf == "weight":
                 is_quantized = tensor.form is None and tensor.stored_type not in FLOATS + FP8
@@ -94,7 +94,7 @@ def _rename_tensors(path: Path, architecture: str, tensors: FileTensors, kind: A
         with torch.device("meta"):
             model = kind._from_config(config)
         num_layers = config.get_text_config().num_hidden_layers
-        # The file's type: transformers asks for Mistral's, whose files are of "llama".
+        # The type comes from the file: transformers would ask for Mistral's own, and files of Mistral say "llama".
         names = gguf_models.get_gguf_hf_weights_map(model, processor, model_type, num_layers)
         for stored_name, tensor in tensors.items():
             result = processor.process(tensor, stored_name, tensor_key_mapping=names, parsed_parameters={})

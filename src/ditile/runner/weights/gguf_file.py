@@ -36,7 +36,7 @@ class BlockFormat(NamedTuple):
 
     @property
     def row_blocks(self) -> RowBlocks:
-        """Return the blocks for cutting it."""
+        """Return the blocks for cutting the weight."""
         return RowBlocks(self.quant_type.name, self.numbers, self.num_bytes)
 
     def unpack_rows(self, packed: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class GgufTensors:
     Attributes:
         path: the file.
         entries: name -> where the tensor is, in the order of the file.
-        architecture: of the model, as the file calls it; empty if it does not say.
+        architecture: the model's architecture, as the file calls it; empty if the file does not say.
         mapped: the file; None if it is closed.
     """
 
@@ -124,8 +124,8 @@ class GgufTensors:
 
         Args:
             model: the model.
-            tensors: weight -> a tensor with its `form`, as it is quantized; None if it is not.
-            dtype: in which Linears compute.
+            tensors: weight -> its tensor, with the quantization as `form`; `form` is None for plain weights.
+            dtype: the type in which Linears compute.
 
         Returns:
             The names of the weights that stay quantized.

@@ -65,10 +65,10 @@ class RequestError(DitileError):
 
     Attributes:
         message: one line, which says what would work.
-        status: of HTTP.
+        status: the status of HTTP.
         param: the wrong field.
         code: a word for programs.
-        retry_after: seconds.
+        retry_after: the seconds after which the client may try again.
     """
 
     message: str

@@ -128,7 +128,7 @@ class RemixFields(BaseModel):
 
 
 def parse_fields(fields_class: type[FieldsT], values: JsonObject, facts: ModelFacts) -> FieldsT:
-    """Parse the fields of a body, of which a null or an empty text counts as missing.
+    """Parse the fields of a body. A null or an empty text counts as missing.
 
     Raises `RequestError` if a field has the wrong type or is missing; the message suggests the model's own value.
     """

@@ -1,4 +1,4 @@
-"""Where a forward server listens: a Unix socket of this user, or a port of this machine alone."""
+"""Where a forward server listens: a Unix socket of this user, or a port that only this machine reaches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def listen_on_address(address: str, keys: ApiKeys) -> Iterator[tuple[socket.sock
     """Listen on unix:path or 127.0.0.1:PORT, and yield the socket and its full address.
 
     Raises:
-        ModelError: if it is none of this machine, others may write to its folder, it is taken, or a port has no keys.
+        ModelError: if it is not on this machine, others may write to its folder, it is taken, or a port has no keys.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -45,7 +45,7 @@ def listen_on_address(address: str, keys: ApiKeys) -> Iterator[tuple[socket.sock
                         "DITILE_API_KEY, or listen on unix:/path"
                     )
                 listener = socket.create_server((host.strip("[]"), int(port)), family=LOOPBACK[host])
-                # Without it an answer waits until its header is acknowledged. Accepted connections inherit it.
+                # Without this option an answer waits until its header is acknowledged. Connections inherit the option.
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 place = f"{host}:{listener.getsockname()[1]}"
         except (OSError, OverflowError) as error:

@@ -22,7 +22,7 @@ PREFIX = struct.Struct("<8sIQ")
 MAX_HEADER_BYTES = 2**20
 # The file of a message to or from a rank that has the bytes of all tensors.
 CONTENT = "content"
-# A message that began goes on within this time.
+# The most seconds for which a message that began may pause.
 SILENT_SECONDS = 30.0
 # Within these limits a product of them is exact and quickly computed.
 Shape = Annotated[list[Annotated[int, Field(ge=0, lt=2**40)]], Field(max_length=16)]
@@ -47,9 +47,9 @@ class ForwardRequest(BaseModel):
     """The header of a request.
 
     Attributes:
-        key: of the server, which a port asks for once in a connection.
-        arguments: of the transformer's forward, by name.
-        tensors: among them, in the order of their bytes.
+        key: a key of the server, which a port asks for once in a connection.
+        arguments: the arguments of the transformer's forward, by name.
+        tensors: the tensors among the arguments, in the order of their bytes.
         loras: the LoRAs of the call, by name, and their strengths.
     """
 
@@ -110,7 +110,7 @@ def send_message(connection: socket.socket, header: JsonObject, content: bytes =
 
 
 def _receive_bytes(connection: socket.socket, length: int) -> bytearray:
-    """Receive as many bytes. Raises `StreamError` if the peer closes the connection before."""
+    """Receive `length` bytes. Raises `StreamError` if the peer closes the connection before their end."""
     content = bytearray(length)
     rest = memoryview(content)
     while rest:

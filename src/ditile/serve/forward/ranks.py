@@ -44,7 +44,7 @@ class ForwardRank:
         )
         self._transformer = self._runner.pipe.transformer
         self._lora_cache = LoraCache(self._runner, setup)
-        # None if it is unknown which are in use.
+        # None if it is unknown which LoRAs are in use.
         self._loras: dict[str, float] | None = {}
         self._device = torch.device(self._runner.devices[self._runner.mesh.rank])
         self._is_first = self._runner.mesh.rank == 0
@@ -81,7 +81,7 @@ class ForwardRank:
         return {"model": type(self._transformer).__name__, "config": config, "dtype": dtype}
 
     def _answer_chain(self, header: Message, files: Files) -> None:
-        """Answer a request and those that continue its chain, and leave the first that does not in `_request`."""
+        """Answer a request and those that continue its chain, and leave the first other request in `_request`."""
         arguments = self._decode_arguments(header, files)
         if header["loras"] != self._loras:
             self._loras = None
@@ -94,7 +94,7 @@ class ForwardRank:
             self._request = self._inbox.wait()
             if self._request is None or self._request[0]["loras"] != self._loras:
                 return None
-            # What does not fit is refused outside of a call, which it would spoil.
+            # A request that does not fit is refused outside of this call, which the refusal would spoil.
             with contextlib.suppress(*CALL_ERRORS):
                 following = self._decode_arguments(*self._request)
                 if fingerprint(following, "memory") == shapes:
@@ -127,9 +127,9 @@ class ForwardRank:
 
 
 def decode_tensors(entries: Sequence[JsonObject], content: bytes, device: torch.device) -> list[Tensor]:
-    """Return the tensors of a message, on a device. Raises `RuntimeError` if they do not have as many bytes."""
+    """Return the tensors of a message, on a device. Raises `RuntimeError` if `content` has another number of bytes."""
     sizes = [getattr(torch, entry["dtype"]).itemsize * math.prod(entry["shape"]) for entry in entries]
-    # torch's own `frombuffer` takes no empty one.
+    # torch's own `frombuffer` takes no empty buffer.
     numbers = torch.from_numpy(np.frombuffer(bytearray(content), np.uint8)).to(device)
     tensors = []
     for entry, part in zip(entries, numbers.split(sizes), strict=True):

@@ -45,7 +45,7 @@ OPTIONS = ("forward", "forward_component", "forward_bytes", "api_key", "lora_dir
 KEY_SECONDS = 20.0
 # Seconds in which the other ranks fail too, once one has refused a call.
 REFUSAL_SECONDS = 10.0
-# Seconds between parts, and parts, that are read before a connection is closed, so that its client reads the reason.
+# The most seconds for a part, and the most parts, that are read before a connection closes, for its client to see why.
 LINGER_SECONDS = 1.0
 LINGER_PARTS = 16
 

@@ -1,5 +1,5 @@
 "use strict";
-// What the buttons of the page do: calls of the server's own API. The key is in its field alone, and goes into headers.
+// What the buttons of the page do: calls of the server's own API. The key is only in its field, and goes into headers.
 const ditile = (() => {
   const POLL_MS = 500;
   const MOST_SHOWN = 24;
@@ -105,7 +105,7 @@ const ditile = (() => {
     }
   }
 
-  // A line may have megabytes of base64, so that pieces are joined at its end alone.
+  // A line may have megabytes of base64, so its pieces are joined only when its end is there.
   async function* readLines(stream) {
     const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
     let pieces = [];

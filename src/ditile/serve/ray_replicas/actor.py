@@ -38,7 +38,7 @@ class RankActor:
 
     def __init__(self, setup: WorkerSetup, folder: str) -> None:
         self._setup = setup
-        # A node may lack it; then there are no such paths.
+        # A node may lack the folder, and with it the files that have relative paths.
         with contextlib.suppress(OSError):
             os.chdir(folder)
         self._signs, self._pulse = os.pipe()

@@ -48,7 +48,7 @@ IDLE_SECONDS = 300.0
 ROOM_SECONDS = 5.0
 # The concurrency group of an actor for messages to its rank. Its single thread keeps their order.
 SENDING = "sending"
-# Logger -> part of a message to hide, logged though all is well. A cluster without a token is still reported.
+# Logger -> part of a message to hide: it is logged though all is well. A cluster without a token is still reported.
 RAY_COMPLAINTS = {
     "ray._private.worker": "SIGTERM handler is not set",
     "ray._private.authentication.authentication_token_setup": "Token authentication is enabled",
@@ -94,7 +94,7 @@ class RayCluster:
         return self._ray
 
     def leave(self) -> None:
-        """Leave the cluster when the last replica has ended. One that `connect` has started ends."""
+        """Leave the cluster when the last replica has ended. A cluster that `connect` has started ends then."""
         self._num_replicas -= 1
         if not self._num_replicas and self._ray is not None:
             self._ray.shutdown()
