@@ -93,7 +93,7 @@ class TurnPipelines:
         """Wait until all ranks are ready, and yield the runner or the plain pipeline; None if this rank only waits.
 
         Args:
-            plan: of the turn, or `PLAIN`.
+            plan: the plan of the turn, or `PLAIN`.
             cache_arguments: the keyword arguments of `enable_cache`.
             label: names the cache in errors.
 

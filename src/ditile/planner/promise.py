@@ -130,7 +130,7 @@ def find_schedule(
 
     Args:
         path: the file; None looks for one that comes with ditile.
-        size: of the call, in the form of `Identity.size`; None if another rank has compared it.
+        size: the size of the call, in the form of `Identity.size`; None if another rank has compared it.
 
     Raises:
         LoadError, ModelError: if the file is not a schedule.
@@ -141,7 +141,7 @@ def find_schedule(
         for shipped, schedule in read_shipped_schedules().items():
             is_same_call = (schedule.model, schedule.num_steps) == (model, num_steps)
             if is_same_call and not find_difference(schedule.identity, present):
-                # By its file: a model of that name with other weights is refused then, and not given other steps.
+                # The call gets it by its file: a model of that name with other weights is then refused.
                 return schedule, shipped
         return None, None
     schedule = Schedule.read(path)
@@ -168,7 +168,7 @@ def take_reference_steps(options: GenerateOptions, num_computed: int | None, pat
     """
     if options.steps is not None or options.strength is not None:
         return options
-    # Those that come with ditile are for calls that begin with noise.
+    # Schedules that come with ditile are for calls that begin with noise.
     if path is None and options.image:
         return options
     if path is None:
@@ -197,10 +197,10 @@ def choose_promise(
     """Choose the promise within the bounds.
 
     Args:
-        bounds: at least one.
+        bounds: the bounds, at least one of them.
         plans: the plans to choose from, at least one.
         schedule, path: the schedule of the model, if there is one, and its file, if it was given.
-        predict: predicts seconds; None where this machine was not measured.
+        predict: predicts seconds; None if this machine was not measured.
 
     Raises:
         PlanError: if nothing keeps the bounds, with the closest candidate, or a plan loses more than its skipped steps.

@@ -286,7 +286,7 @@ def predict_cell(
     """Predict a cell, except the seconds of a cache that decides by measured differences.
 
     Args:
-        ranks_per_host: set if they are on several hosts; the profile then has their link.
+        ranks_per_host: given if ranks are on several hosts; the profile then has the link between these.
     """
     # A profile is made for one type of numbers, and the bytes of messages depend on it.
     job = replace(job, shape=replace(job.shape, element_size=profile.element_size))

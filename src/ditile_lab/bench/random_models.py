@@ -161,8 +161,8 @@ class RandomModel:
         Args:
             height, width: pixels.
             steps: denoising steps.
-            dtype: of the embeddings.
-            device: of the embeddings, because pipelines do not move their inputs; by default the CPU.
+            dtype: the type of the embeddings.
+            device: the device of the embeddings, because pipelines do not move their inputs; by default the CPU.
         """
         # These numbers differ from the noise, which has its own seed.
         generator = torch.Generator().manual_seed(1)

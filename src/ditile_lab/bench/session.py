@@ -74,7 +74,7 @@ class LiveBytes(StorageTracker):
     Attributes:
         now: bytes of the storages that were made and are still there.
         peak: the most that there were at one time.
-        largest: bytes of the largest one.
+        largest: bytes of the largest storage.
     """
 
     def __init__(self) -> None:

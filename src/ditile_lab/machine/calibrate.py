@@ -241,7 +241,7 @@ def fit_bundled_calls(profile: Profile, dtype: str, end_part: Callable[[], None]
             pipe: Any = load(model, dtype=dtype)
             pipe.set_progress_bar_config(disable=True)
             # One of the costs is the host's time for a kernel, which recorded steps do not have.
-            # The hooks that take the times change nothing.
+            # `trust_code` allows the hooks that take the times, because they change nothing.
             runner = parallelize(pipe, Plan(patches=patches), cuda_graphs=False, trust_code=True)
             calls += [_FittedCall(runner, model, size, patches) for name, size in CALLS if name == model]
     # The calls take turns, so that a machine that slows down over time slows all of them alike.
@@ -254,7 +254,7 @@ def fit_bundled_calls(profile: Profile, dtype: str, end_part: Callable[[], None]
     for call in calls:
         known, kernels = _separate_kernels(call, profile)
         measured.append((statistics.median(loop.inside for loop in call.times), known, kernels))
-        outside += [loop.outside / loop.calls for loop in call.times]
+        outside += [loop.outside / loop.gaps for loop in call.times]
     return dataclasses.replace(curves.fit_kernel_costs(profile, measured), micro_s=statistics.median(outside))
 
 
@@ -315,4 +315,4 @@ class _LoopSeconds(NamedTuple):
 
     inside: float
     outside: float
-    calls: int
+    gaps: int

@@ -28,10 +28,10 @@ GLOO = "cpu:gloo,cuda:gloo"
 AGREED = 64
 """The size in numbers of the largest message between CPUs by which ranks agree; activations are larger."""
 LEAST_NOISE = 1 << 16
-"""The least random numbers that are kept; longer messages make more."""
+"""How many random numbers are kept at least; longer messages make more."""
 
 
-# Groups are compared by identity like torch's: after a failed call the next rank has another world.
+# Groups are compared by identity like torch's, so the world in which a rank's call has failed is not the next rank's.
 @dataclass(frozen=True, eq=False)
 class LoneGroup:
     """A process group with only one rank present."""
@@ -76,7 +76,7 @@ class LoneMessages:
 
     Args:
         rank, world: this rank, and the number of ranks.
-        device: where it computes.
+        device: the device on which it computes.
 
     Attributes:
         num_messages: the number of started messages and collectives with numbers on the device.

@@ -32,9 +32,9 @@ class MeasuredCalls:
     """Settings of the measured calls.
 
     Attributes:
-        device: where they compute.
-        steps: of a short and of a long call.
-        rounds: the number of timings of each; the shortest counts.
+        device: the device that computes them.
+        steps: the numbers of steps in a short and in a long call.
+        rounds: how often each call is timed; the shortest time counts.
     """
 
     device: torch.device
@@ -54,9 +54,9 @@ class RankStep:
 
     Attributes:
         recorded: whether its calls of the model should be recorded, and played.
-        as_code: why none of them was, although they should be; empty if some were.
+        as_code: why no call was played, although calls should be recorded; empty if some were, or none should be.
         problem: what is wrong with recorded steps; empty if nothing is.
-        step_s: its seconds.
+        step_s: the seconds of the step.
         host_s: seconds until the host has started everything; None on a CPU, which is host and device at once.
         device_s: seconds in which kernels run; None on a CPU.
         messages: messages and collectives that it starts.
@@ -110,10 +110,10 @@ def _find_recording_problem(pipe: Any, plan: Plan, messages: LoneMessages, calls
     with ExitStack() as stack:
 
         def make_runner(recorded: bool) -> Runner:
-            # One of them at a time.
+            # There is one runner at a time, so the last one is restored first.
             stack.close()
             runner = stack.enter_context(_run_alone(pipe, plan, messages, calls, recorded=recorded))
-            # The longest message decides on the numbers of all.
+            # This makes noise for the longest message. Later calls then receive the same numbers.
             call_rank(runner, {})
             return runner
 

@@ -52,7 +52,7 @@ def compare_recorded_calls(
     Returns the name of each case, whether it is right on all ranks, and what was found on the worst.
 
     Args:
-        make_runner: (whether steps are recorded) -> a runner; the last one may be gone then.
+        make_runner: (whether steps are recorded) -> a runner; the runner made before may then be gone.
         call: (runner, further arguments) -> the first result of a call, the same each time.
     """
     runner = make_runner(False)
@@ -69,17 +69,18 @@ def compare_recorded_calls(
             answers = [has_same_bits(call(runner, more), expected[name]) for _ in range(3)]
         report: Any = runner.report
         finding = _judge(report.recorded, are_equal=all(answers), fails=fails)
-        # Ranks play unlike numbers of calls, and one that failed says more than one that did not.
+        # Ranks play unlike numbers of calls. `min` takes a rank that failed, if there is one.
         is_right, says = min(gather_json(finding, runner.mesh.everyone))
         cases.append((name, is_right, says))
     return cases
 
 
 def _judge(recorded: RecordedCalls, *, are_equal: bool, fails: bool) -> tuple[bool, str]:
-    """Return whether a call is right whose captures fail or not, and what was found.
+    """Return whether the calls of a case are right, and what was found.
 
     Args:
-        are_equal: whether its results are those of the code.
+        are_equal: whether their results equal those without recorded steps.
+        fails: whether their captures must fail.
     """
     says = ", ".join(recorded.as_code)
     is_expected = recorded.played > 0
@@ -101,7 +102,7 @@ def compare_plans(
 
     Args:
         plan: one rank without patches stands for all axes.
-        num_cards: of this machine.
+        num_cards: the number of GPUs in this machine.
         run: makes the comparison on a plan's ranks.
     """
     findings: list[tuple[str, bool | None, str]] = []

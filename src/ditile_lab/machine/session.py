@@ -41,7 +41,7 @@ class AloneTask:
     """The task of the session.
 
     Attributes:
-        steps: of a short and of a long call.
+        steps: the numbers of steps in a short and in a long call.
         rounds: the number of timings of each call.
         all_ranks: whether all ranks of a plan are measured.
         recorded: whether each rank is also measured with recorded steps, if its plan allows it.

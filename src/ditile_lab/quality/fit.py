@@ -44,7 +44,7 @@ DPM-Solver++ hardly uses its first predictions: with all three forced, shapes-pi
 """
 
 STEPS_OF_FORCED = 20
-"""The number of steps for which `FORCED_STEPS` was found. More steps go as far on their way with later ones."""
+"""The number of steps for which `FORCED_STEPS` was found. With more steps, later ones are as far on the way."""
 
 Matrix = NDArray[np.float64]
 Vector = NDArray[np.float64]
@@ -108,10 +108,10 @@ class StepFit:
         gram: mean products of predictions `[N, N]`.
         gains: the effect on the final latents of an error in each step's prediction, with mean square 1.
         forced: steps that must compute, the first among them.
-        mean_square: of the final latents; errors are in dB below it.
+        mean_square: the mean square of the final latents; errors are in dB below it.
         reuses: whether the newest output is reused unchanged, which suits a few steps.
-        corrects_drift: whether a forecast corrects the drift from earlier ones. Only if `gains` are exact: with the
-            measured ones of UniPC it made images worse.
+        corrects_drift: whether a forecast corrects the drift from earlier forecasts. This is only for exact `gains`:
+            with the measured ones of UniPC it made images worse.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class StepFit:
 
 
 def choose_first_steps(num_steps: int) -> list[int]:
-    """Return the first steps that must compute: as far on the way as the first ones of 20 steps, or the first ones."""
+    """Return the first steps that must compute. With more than 20 steps they are later, but as far on the way."""
     scale = max(1.0, num_steps / STEPS_OF_FORCED)
     return [round(step * scale) for step in range(min(FORCED_STEPS, num_steps))]
 

@@ -1,4 +1,4 @@
-"""Measures the ratios of MagCache: how much what all blocks add has grown since the step before (arXiv 2506.09045)."""
+"""Measures the ratios of MagCache: the growth from step to step of what all blocks add together (arXiv 2506.09045)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class MagCalibration:
     """Measures the ratios of a chain of blocks, all of which run.
 
     Args:
-        hooks: around the blocks, in order.
+        hooks: the hooks around the blocks, in order.
 
     Attributes:
-        middle: the blocks that may be left out: none.
+        middle: the blocks that may be left out, which are none.
         memory_bytes: bytes that are kept.
         needs_control: whether sizes of what enters between blocks count.
     """
@@ -102,7 +102,7 @@ class MagCalibration:
         self._norms[self._call.moment.branch] = norms
         if before is not None:
             ratios = norms / (before + SMALLEST_NORM)
-            # Ranks that split the tokens have a part of them each.
+            # Ranks that split the tokens each have a part of the ratios.
             sums = self._agreement.sum_over_ranks(ratios.new_tensor([float(ratios.sum()), ratios.numel()]))
             step = self._call.moment.step
             self._sums[step] = self._sums.get(step, 0) + sums

@@ -38,7 +38,7 @@ class Judgement:
         absent: metric that could not be measured -> reason.
         frechet: the kind and number of the FID's features; None without an FID.
         references: the number of images, and which they are; None if there are none.
-        distances: of each setting by its text; empty without an FID.
+        distances: text of a setting -> its distances; empty without an FID.
     """
 
     metrics: Row
@@ -56,7 +56,7 @@ class MetricPanel:
         extract_features: makes the features of an image for the FID; None without an FID.
         side: the side in pixels to which images are resized first; None leaves their size.
         references: reference images.
-        whose: a phrase that says which these are.
+        whose: a phrase that says which images the references are.
     """
 
     metrics: list[Metric]
@@ -95,7 +95,7 @@ class MetricPanel:
 
         Args:
             folder, rows: the images and their rows.
-            settings: the original first.
+            settings: the settings, the original first.
 
         Raises:
             ModelError: if an image cannot be read.

@@ -89,7 +89,7 @@ def _merge_letters(where: str, first: str, second: str) -> str:
             return second
         if second == weak:
             return first
-    # It stays whole for a mask over pairs, from which attention selects.
+    # An argument stays whole for a mask over pairs, from which attention selects.
     if "K" in (first, second):
         return "K"
     if first != second:
