@@ -59,7 +59,7 @@ RELATIONS = {
 STRIPES = 4  # dark and light pairs over the width
 GRADIENT_DEPTH = 45.0  # of 255, either way
 
-# These are the shades of a thing in light, and a background's textures, because the pixels of a colour vary.
+# The pixels of a colour vary: these are factors for the light on a thing, and offsets for a background's gradient.
 SHADES = (0.7, 0.85, 1.0, 1.15, 1.3)
 OFFSETS = [share * GRADIENT_DEPTH for share in (-1.0, -0.5, 0.0, 0.5, 1.0)]
 # This is a share of a small thing's area: a colour with less area is not a thing.

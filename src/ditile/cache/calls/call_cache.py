@@ -46,8 +46,8 @@ class CallCache(ModelCache):
         prepare: makes what decides with some settings.
 
     Attributes:
-        forecasts: of the generation under way, if there is one.
-        idle: None: what leaves nothing out is known when a generation begins.
+        forecasts: the forecasts of the generation under way, if there is one.
+        idle: None, because only the beginning of a generation shows whether nothing can be left out.
     """
 
     idle: str | None = None
@@ -81,7 +81,7 @@ class CallCache(ModelCache):
         """Return all settings. Ranks with equal texts decide alike."""
         if not isinstance(self._make_policy, FittedPolicies):
             return repr(self._config)
-        # The content first: an error quotes the beginning, and a schedule is long.
+        # The content comes first: an error quotes the beginning, and a schedule is long.
         return f"{self._make_policy.content} {self._config!r}"
 
     def explain_plan_refusal(self, plan: Plan) -> str | None:
@@ -157,7 +157,7 @@ def prepare_policy(
 
     Args:
         pipe: the pipeline, or a model that has none.
-        models: that it calls in its loop.
+        models: the models that it calls in its loop.
         list_later_shares: the modules of a model of whose weights this rank has a share that is not the first.
 
     Raises:
@@ -185,7 +185,7 @@ class LoopForecasts:
         caches: one for each model.
         now: the generation under way.
         steps_scheduler: whether this rank steps the scheduler; the others forecast nothing.
-        agreement: of the ranks of the image.
+        agreement: the agreement of the image's ranks.
     """
 
     caches: Sequence[CallCache]
@@ -228,7 +228,7 @@ class LoopForecasts:
             if forecasts.decide_call(call, now.computes):
                 run = functools.partial(forward, *args, **kwargs)
                 return forecasts.compute_call(call, run, keeps=self.steps_scheduler())
-            # A step is computed where its first call is.
+            # A step counts as computed if its first call is.
             now.is_forecast = now.is_forecast or not now.branch
             result = forecasts.forecast_call(call)
             now.advance_branch()

@@ -25,8 +25,8 @@ class CallBranch:
     """The state of a branch of guidance.
 
     Attributes:
-        outputs: the newest computed ones, the newest first.
-        leaves, spec: of the last result, whose tensors a forecast replaces.
+        outputs: the newest computed outputs, the newest first.
+        leaves, spec: the leaves and the structure of the last result, whose tensors a forecast replaces.
         is_fresh: whether the last result was not copied yet, as it may be incomplete until the step ends.
         form: the shape of the latents.
         skipped: the steps that were left out.
@@ -44,8 +44,8 @@ class CallForecasts:
     """The outputs of one model in one generation.
 
     Attributes:
-        branches: of guidance, by number.
-        steps: in which the model was called, or left out.
+        branches: number of a branch of guidance -> its state.
+        steps: the steps in which the model was called, or left out.
     """
 
     def __init__(self, policy: CallPolicy) -> None:
@@ -88,7 +88,7 @@ class CallForecasts:
         return self.policy.computes_call(call, branch.outputs)
 
     def compute_call(self, call: ModelCall, run: partial[Any], *, keeps: bool = True) -> Any:
-        """Make a call, and keep a copy of its output where `keeps`. Otherwise only its form is kept."""
+        """Make a call, and keep a copy of its output if `keeps`. Otherwise only its form is kept."""
         result = self._run_rows(call, run)
         open_result_class(result)
         branch = self.branches.setdefault(call.branch, CallBranch())

@@ -34,11 +34,11 @@ class ModelCall(NamedTuple):
     """A call of the model that a pipeline makes.
 
     Attributes:
-        step: of the pipeline's loop, from 0.
+        step: the step of the pipeline's loop, from 0.
         branch: calls of the model since the scheduler was last stepped.
         latents: the noisy input: a tensor with the rows of the batch, or a list of them.
-        agreement: of the ranks of the image.
-        images: in the batch, if that is known.
+        agreement: the agreement of the image's ranks.
+        images: the number of images in the batch, if it is known.
     """
 
     step: int

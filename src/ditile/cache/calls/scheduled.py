@@ -26,7 +26,7 @@ class ScheduledSteps(CallPolicy):
 
     Args:
         computed: the steps that compute.
-        weights: of the newest output, and of the second newest, in each other step.
+        weights: for each other step, the weights of the newest output and of the second newest.
         check: refuses a first call that they were not made for, if given.
     """
 
@@ -53,7 +53,7 @@ class ScheduledSteps(CallPolicy):
             self._check(call)
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
-        """Return whether the step is one of these."""
+        """Return whether the call's step is one of those that compute."""
         return call.step in self._computed
 
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:

@@ -54,7 +54,7 @@ class FittedPolicies:
         self._list_later_shares = list_later_shares
         self._models = models
         self._is_shipped = config.schedule is None
-        # Of the class of these models; `_schedules` has those that were fitted to their weights.
+        # The schedules for the class of these models; `_schedules` has those that were fitted to their weights.
         self._candidates: list[Schedule] = []
         if config.schedule is None:
             for schedule in read_shipped_schedules().values():
@@ -136,7 +136,7 @@ class FittedPolicies:
         """Return the schedules that were fitted to these weights.
 
         Raises:
-            ModelError: if the user gave one, and it was not. Shipped ones are of another model then.
+            ModelError: if the user's schedule was not fitted to them. Shipped schedules are then for another model.
         """
         if not self._candidates:
             return []

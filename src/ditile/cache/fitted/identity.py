@@ -330,7 +330,7 @@ def _compare_sigmas(fitted: Sequence[float], present: Sequence[float]) -> str:
 
 _ADVICE = {
     "model_class": "use a schedule of this model",
-    # Before the weights, which differ too if a LoRA is fused.
+    # This comes before the weights, which differ too if a LoRA is fused.
     "loras": "disable the LoRA, or fuse it, save the pipeline and fit a schedule to that",
     "weights": "load the weights that it was fitted to, and quantize none",
     "guidance": "set it as it was fitted",

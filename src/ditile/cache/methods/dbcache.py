@@ -26,7 +26,7 @@ class DBCache:
     """The blocks of one chain.
 
     Args:
-        hooks: around the blocks, in order.
+        hooks: the hooks around the blocks, in order.
         residuals: makes a memory for a segment, by the place of its first block.
         first, last: F and B.
         hidden: whether the probe is the tokens themselves, and not what is added to them.
@@ -103,7 +103,7 @@ class DBCache:
         if self._starts:
             self._hooks[0].handle = self._run_probe_start
         if self._decides and self._probe_end is not None:
-            # The end of the probe is the start handled above where the probe is one block.
+            # If the probe is one block, this replaces the handler set above.
             self._probe_end.handle = self._run_probe_end
         elif self._waits_for_decision:
             skips = agreement.receive_skip_decision(len(call.units))
@@ -118,8 +118,8 @@ class DBCache:
             segment.bypass_cache()
 
     def describe_call(self) -> Hashable | None:
-        """Describe what blocks do in the prepared call, besides using their inputs. None where a difference within it
-        decides."""
+        """Describe what blocks do in the prepared call, besides using their inputs; None if a difference measured
+        within it decides."""
         has_probe = self._starts or self._decides
         if self._skips is None and has_probe:
             return None

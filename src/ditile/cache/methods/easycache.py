@@ -108,7 +108,7 @@ class EasyCachePolicy(CallPolicy):
         # A step that computes without a decision, such as the first, has its input in what is kept.
         if before is None or kept[0].call.step == call.step - 1:
             before = kept[0].call.latents
-        # Copies, because the scheduler of some pipelines writes into the latents.
+        # These are copies, because the scheduler of some pipelines writes into the latents.
         self._last_input = [latents.clone() for latents in _list_inputs(call.latents)]
         if call.step < self._config.retention_steps or call.step >= self._last_step or len(kept) < 2:
             return True

@@ -78,7 +78,7 @@ class GatedGuidance(CallPolicy):
         model: what tells the arguments of a call apart.
 
     Attributes:
-        differences: of both branches in the last step that computed both, by the branch without the caption.
+        differences: branch without the caption -> the difference of both in the last step that computed both.
     """
 
     num_kept = 1
@@ -92,7 +92,7 @@ class GatedGuidance(CallPolicy):
     def check_first_call(self, call: ModelCall) -> None:
         """Raise `ModelError` if the halves of the batch may not be the branches of guidance."""
         pipe = self.model.pipe
-        # Here too such a batch has two rows for each image where guidance is off, and it has three where guidance is
+        # Such a batch has two rows for each image if guidance is off, like an ordinary guided batch, and three if it is
         # on.
         if getattr(pipe, "do_perturbed_attention_guidance", False):
             raise ModelError(
@@ -124,10 +124,10 @@ class GatedGuidance(CallPolicy):
         return [with_caption - difference for with_caption, difference in pairs]
 
     def run_half(self, call: ModelCall, run: partial[Any]) -> Any:
-        """Run a call on the rows with the caption where guidance is gated; None where all rows must run."""
+        """Run a call on the rows with the caption if guidance is gated; return None if all rows must run."""
         if not self._is_doubled(call):
             return None
-        # It raises where the rows cannot be told apart.
+        # This raises if the rows cannot be told apart, even before guidance is gated.
         arguments, dims = self.model.find_dims(run)
         if not self._is_gated(call, 0):
             return None
@@ -147,8 +147,8 @@ class GuidedModel:
 
     Args:
         pipe: the pipeline that calls it, or the model itself.
-        names: of the model's arguments.
-        latents: which of them is the noisy input.
+        names: the names of the model's arguments.
+        latents: the name of the noisy input.
         finder: finds which dimension of each argument is the batch.
     """
 

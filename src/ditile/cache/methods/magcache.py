@@ -1,6 +1,6 @@
 """MagCache: a table of ratios, measured once for a model, says which steps are left out (arXiv 2506.09045).
 
-The ratio of a step is how much what all blocks add has grown since the step before: the mean over tokens of the two
+The ratio of a step is the growth, since the step before, of what all blocks add together: the mean over tokens of both
 norms' quotient. After a computed step the ratios are multiplied; a step is left out while the sum of |1 - product| is
 at most a threshold, and the steps in a row are within a limit.
 
@@ -94,7 +94,7 @@ def plan_computed_steps(config: MagCacheConfig, steps: int) -> list[int]:
     ratio = 1.0
     error = 0.0
     streak = 0
-    # The two factors of an error are kept since the last computed step, and not since the first one.
+    # The product of the ratios and the sum of the errors begin again at each computed step.
     for step in range(steps):
         if step < retained:
             mask.append(1)

@@ -1,4 +1,4 @@
-"""SeaCache: the change of the latents decides, seen through the filter that a denoiser is then (arXiv 2602.18993).
+"""SeaCache: the change of the latents decides, after a filter like that of the denoiser (arXiv 2602.18993).
 
 Latents are a x clean + b x noise. With the power 1 / |f|^p of clean images at frequency f, the best linear denoiser has
 the gain a S / (a^2 S + b^2) on each axis, and the gain of a grid is the product over its axes, divided by its mean. The
@@ -100,9 +100,9 @@ class LatentGrid(NamedTuple):
     """The positions of an image's axes in latents.
 
     Attributes:
-        shape: of the grid, as (frames, rows, columns) or (rows, columns), where latents are packed as tokens
-            `[B, tokens, C]`, the image first; None where latents have the axes already.
-        dims: of the axes in the unpacked latents, rows and columns last.
+        shape: the shape of the grid, as (frames, rows, columns) or (rows, columns), if latents are packed as tokens
+            `[B, tokens, C]`, the image first; None if latents have the axes already.
+        dims: the dimensions of the axes in the unpacked latents, rows and columns last.
     """
 
     shape: tuple[int, ...] | None
@@ -125,7 +125,7 @@ class SpectralFeature:
         if call.kind not in self._grids:
             self._grids[call.kind] = _find_latent_grid(call)
         grid = self._grids[call.kind]
-        # Each rank has all of them, also where it computes some of the tokens.
+        # Each rank has all latents, even if it computes only some of the tokens.
         latents: Tensor = call.sample
         if isinstance(call.sample, list | tuple):
             # A list has images of one size.
@@ -168,7 +168,7 @@ def filter_latents(latents: Tensor, dims: Sequence[int], levels: tuple[float, fl
     for dim in dims:
         length = wide.shape[dim]
         frequencies = torch.fft.fftfreq(length, device=wide.device, dtype=wide.dtype)
-        # The mean of an image has no bound.
+        # The power has no bound at frequency 0, which is the mean of an image.
         clean = 1 / (frequencies.abs() ** power + TINY)
         axis_gain = signal * clean / (signal**2 * clean + noise**2 + TINY)
         shape = [1] * wide.ndim
@@ -191,7 +191,7 @@ def read_noise_level(scheduler: Any, step: int) -> tuple[float, float]:
     step += getattr(scheduler, "begin_index", None) or 0
     settings = getattr(scheduler, "config", {})
     is_flow = settings.get("use_flow_sigmas") or settings.get("prediction_type") == "flow_prediction"
-    # Some schedulers have alphas of another process than the one they are set to.
+    # A scheduler that is set to flow may still have the alphas of another process.
     products = getattr(scheduler, "alphas_cumprod", None)
     if products is not None and not is_flow:
         share = float(products[int(scheduler.timesteps[step])])

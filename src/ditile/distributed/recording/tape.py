@@ -33,7 +33,7 @@ class Segments(Protocol):
         """Begin a segment."""
 
     def close(self) -> Action | None:
-        """End the segment, of which nothing was computed. Returns what computes it, or None if there is nothing."""
+        """End the segment, which was captured and not computed. Returns what computes it; None if it is empty."""
 
     def abandon(self) -> None:
         """End the segment, if one is open. Its capture is dropped. Never raises."""
@@ -50,8 +50,8 @@ class Message(NamedTuple):
     """The tensors of an action on messages.
 
     Attributes:
-        sent: what has to be in them before it.
-        received: what is in them after it.
+        sent: the tensors that must be filled before it.
+        received: the tensors that it fills.
     """
 
     sent: Sequence[Tensor]
@@ -87,7 +87,7 @@ class CodeCall:
 
     Attributes:
         messages: copies of what was sent and received, in order.
-        under_way: what waits for each message, if that is under way after it.
+        under_way: for each message what waits for it, if it is still under way after its action.
     """
 
     def __init__(self, keep: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -145,7 +145,7 @@ class Recording:
     Args:
         segments: captures what is computed.
         code: the call as its code made it.
-        device: where it was made.
+        device: the device of the call.
 
     Attributes:
         messages: the tensors of each message, by the index of its action.

@@ -56,7 +56,7 @@ class PipelineConfigs:
         pipeline: the class of the calls.
         kind, transformer: the class of its transformer, and its config.
         coder, vae: the class of its VAE, and its config.
-        places: of components that are elsewhere.
+        places: component -> its folder or hub id, if that is another one.
         stored: transformer -> the format of its weights, if they are in a file of its own or quantized.
     """
 
@@ -173,9 +173,9 @@ class PipelineConfigs:
         """Read the parameters of other parts from a file, or count them on models made from configs.
 
         Returns:
-            Those of the text encoders and of the VAE, and `uncounted` and `decodes` of `PlanSubject`.
+            Parameters of the text encoders and of the VAE, and `uncounted` and `decodes` of `PlanSubject`.
         """
-        # Configs of published models come without those of their text encoders.
+        # Published models come without the configs of their text encoders.
         facts = Path(self.source, FACTS)
         if facts.exists():
             counts = read_json_object(facts)

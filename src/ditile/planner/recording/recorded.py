@@ -53,10 +53,10 @@ class RecordedCall:
     """One call of a transformer.
 
     Attributes:
-        arguments: of its forward, by parameter.
-        rows: of its batch.
-        image, text: tokens in its blocks; those of a single sequence are all the image's.
-        channels: of an image token.
+        arguments: the arguments of its forward, by parameter.
+        rows: rows of its batch.
+        image, text: tokens in its blocks; tokens of a single sequence all count as the image's.
+        channels: channels of an image token.
         out: the size of the prediction, over all rows.
     """
 
@@ -72,7 +72,7 @@ class RecordedStep(NamedTuple):
     """The first step of a pipeline's loop.
 
     Attributes:
-        latents: their size.
+        latents: the number of elements in the latents.
         mode: the mode in which it ran. It knows which values are unknown.
     """
 
@@ -95,7 +95,7 @@ def read_prompt_table() -> Mapping[str, Mapping[str, Any]]:
     - `"ends"`: where each text of a joined sequence begins and ends.
     - `"tags"`, `"words"`: a number for each token of one text, or of each row's.
     - `"dtype"`: the type of embeddings.
-    - a number: itself. null: nothing, since the pipeline takes it with a prompt alone.
+    - a number: itself. null: nothing, since the pipeline takes this argument only with a prompt.
     """
     table: Mapping[str, Mapping[str, Any]] = json.loads((ASSETS / "prompts.json").read_text("utf-8"))
     return table
@@ -106,7 +106,7 @@ class PipelineRecorder:
 
     Args:
         pipe: the pipeline, without text encoders; to record a step, its models must be on the meta device.
-        hooks: of each of its transformers, not installed.
+        hooks: the hooks of each of its transformers, not installed.
 
     Raises:
         ModelError: if the arguments in place of a prompt are not known.
@@ -225,7 +225,7 @@ class PipelineRecorder:
         It has two steps, as schedulers may refuse one.
 
         Args:
-            call: others; the words of a prompt among them are not read.
+            call: the other arguments; the words of a prompt among them are not read.
             make_unknown: makes a tensor of a shape, with values that decide nothing.
         """
         arguments = {}
@@ -388,7 +388,7 @@ def build_recorded_blocks(
     """Build a modular pipeline without weights and without the blocks that encode a prompt.
 
     Args:
-        locate, index, parts: as of `build_recorded_pipeline`.
+        locate, index, parts: as in `build_recorded_pipeline`.
         pipeline: the modular pipeline without components.
     """
     blocks = pipeline.blocks
