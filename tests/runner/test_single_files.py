@@ -21,7 +21,7 @@ from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import CONFIGS, find_known_model
 from ditile.plan.plan import Plan
 from ditile.runner.load import load_component_file, split_model_file
-from ditile.runner.model_files import count_one_of_each, find_model_source
+from ditile.runner.model_files import find_model_source, leave_one_of_each
 from ditile.runner.weights.checkpoint import Checkpoint, open_tensors
 from ditile.runner.weights.convrot import IntegerFormat, WeightSettings
 from ditile.runner.weights.single_file import ConvertedFile, FileTensor, SingleFile, find_base_models
@@ -255,7 +255,7 @@ def test_files_of_new_models_are_known(tmp_path: Path, base: str, monkeypatch: p
     configs = Path(shutil.copytree(CONFIGS, tmp_path / "configs"))
     for config in configs.glob("*/transformer/config.json"):
         values = json.loads(config.read_text())
-        config.write_text(json.dumps(values | count_one_of_each(values)))
+        config.write_text(json.dumps(values | leave_one_of_each(values)))
     monkeypatch.setattr("ditile.model.known.CONFIGS", configs)
     known = find_known_model(base)
     assert known is not None

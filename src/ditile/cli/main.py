@@ -469,7 +469,7 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
     if options.forward is not None:
         from ditile.serve.forward.server import run_forward_server
 
-        # Calls of a transformer alone have no steps and no size.
+        # Calls of only a transformer have no steps and no size.
         _print_choice(chosen)
         return run_forward_server(options, plan, cache)
     if options.plan is None:

@@ -104,7 +104,7 @@ def _name_block(places: Sequence[str]) -> str:
 
 
 def _iterate_lora_uses(layer: Any) -> Iterator[tuple[str, str]]:
-    """Yield the name and use of each adapter of a peft layer, in words independent of its rank."""
+    """Yield the name and use of each adapter of a peft layer, in words that do not depend on the factors' rank."""
     if not hasattr(layer, "merged_adapters"):
         return
     # LoRA and its relatives have a factor; others, such as IA3, have none. An alpha of a file is a tensor.

@@ -192,7 +192,7 @@ def load(
             loaded[component.name] = model
             if component.is_divided(plan, rank):
                 divided.append(model)
-        loaded |= load_shared_components(components_there, apart=loaded)
+        loaded |= load_shared_components(components_there, loaded=loaded)
         pipe: diffusers.DiffusionPipeline | diffusers.ModularPipeline
         if MODULAR_MARK in read_model_index(source):
             pipe = load_modular_pipeline(source, weight_dtype, variant, loaded, workflow)
@@ -459,12 +459,12 @@ def load_modular_pipeline(
     return pipe
 
 
-def load_shared_components(components: Sequence[Component], *, apart: Collection[str] = ()) -> Components:
-    """Load tokenizers and schedulers from the folder of another bundled model if they lie there."""
+def load_shared_components(components: Sequence[Component], *, loaded: Collection[str] = ()) -> Components:
+    """Load tokenizers and schedulers that lie in the folder of another bundled model, unless they are `loaded`."""
     shared: Components = {}
     for component in components:
         cls: Any = component.cls
-        if component.name in apart or cls is None or not isinstance(component.source, Path):
+        if component.name in loaded or cls is None or not isinstance(component.source, Path):
             continue
         folder = find_component_folder(component.source, component.name)
         if folder.parent != component.source:

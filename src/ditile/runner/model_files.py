@@ -575,7 +575,7 @@ def check_config_counts(config: JsonObject, path: Path | str) -> None:
                 _check_config_count(name, value, most, path)
 
 
-def count_one_of_each(config: JsonObject) -> dict[str, int]:
+def leave_one_of_each(config: JsonObject) -> dict[str, int]:
     """Return changes to a config that leave one block of each kind."""
     changes = {}
     for name, value in config.items():

@@ -17,7 +17,7 @@ from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
 
 SOUND_FIELDS = ("audio", "audios")
-"""The names of a result's field that holds sounds: beside videos, and alone."""
+"""The names of the field that holds sounds: in a result with videos, and in a result of only sounds."""
 AAC_RATES = (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000, 64_000, 88_200, 96_000)
 """The sample rates that AAC has. A sound of another rate is resampled."""
 _LAYOUTS = {1: "mono", 2: "stereo"}

@@ -66,7 +66,7 @@ class Request:
     """What to generate; it has been checked.
 
     Attributes:
-        options: as for `ditile generate`; `seed` is set, and `image` and `mask` are names of input files, not paths.
+        options: as in `ditile generate`; `seed` is set, and `image` and `mask` are names of input files, not paths.
         output_format: the format of the files.
         output_compression: the quality of jpeg and webp, 0 to 100; 100 is the best.
         num_previews: how many previews the client wants while the image is generated.

@@ -60,7 +60,7 @@ class ReplicaEvent:
             ranks have failed), or "asleep" (they have ended because there was nothing to do).
         batch_id: None for "ready", and for "down" if no batch was lost.
         job_id: the job of a "preview", "done" or "failed"; otherwise empty.
-        step, num_steps: in a "step", the step from 1 and their number; in a "preview", its own number from 0.
+        step, num_steps: in a "step", its number from 1 and that of all steps; in a "preview", its number from 0.
         files: in a "done", the files by name; in a "preview", a PNG named "preview".
         result: only in a "done".
         failure: only in a "failed" or "down".

@@ -195,7 +195,7 @@ class RankWorker:
                 self._answer("done", files, job_id=job.id, result=asdict(job_result))
 
     def _plan_previews(self, jobs: Sequence[BatchJob], call: CallArguments) -> CallPreviews | None:
-        """Return the previews for the call of one job, at the same steps on every rank; None if it has none."""
+        """Return the previews for the call of one job, at the same steps on every rank; None without previews."""
         job = jobs[0]
         num_previews = job.request.num_previews
         # The warm-up call has none, but its image is the first that the preview decoder is fitted to.

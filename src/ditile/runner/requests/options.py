@@ -190,7 +190,7 @@ _NEEDS = {
     "last_image": ("image",),
     "controlnet": ("control_image", "mask"),
 }
-"""An option of a request -> those of which it needs at least one, to have an effect."""
+"""An option of a request -> the options of which at least one must be given too, for the first to have an effect."""
 
 
 @options()

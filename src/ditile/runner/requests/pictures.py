@@ -70,7 +70,7 @@ def convert_picture(image: Image.Image, *, is_mask: bool) -> Image.Image:
     upright = ImageOps.exif_transpose(image)
     if image.mode == "F":
         raise ValueError("its numbers are floating-point; save it with 8 or 16 bits")
-    # Of 16 bits Pillow keeps numbers up to 255 and makes all others white. Their high byte is the 8-bit image.
+    # Pillow would keep numbers of 16 bits up to 255 and make all others white. The high bytes are the 8-bit image.
     if upright.mode.startswith("I"):
         upright = upright.point(lambda value: value / 256)
     if not is_mask:
@@ -94,9 +94,9 @@ def encode_picture(image: Image.Image, format: str, quality: int, texts: Mapping
     """Encode an image into the bytes of a file.
 
     Args:
-        image: in RGB.
+        image: the image in RGB.
         format: "png", "jpeg" or "webp".
-        quality: of jpeg and webp, 0 to 100.
+        quality: the quality for jpeg and webp, 0 to 100.
         texts: how it was made. The EXIF of a JPEG or a WebP has all of them in JSON, and AUTOMATIC1111's in the
             comment; nothing if they are too long.
     """

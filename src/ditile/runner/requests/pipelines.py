@@ -156,8 +156,8 @@ def check_num_frames(pipe: Any, call: CallArguments) -> None:
 
 
 def check_frame_count(pipeline: str, frames: int, ratio: int, own: Any) -> None:
-    """Raise `ModelError` for a number of frames that a causal VAE cannot make. It makes the first by itself, then
-    groups.
+    """Raise `ModelError` for a number of frames that a causal VAE cannot make. It makes one frame, and then
+    groups of `ratio` frames.
 
     Args:
         pipeline: the name of the class.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LEAST_STEPS = 4
 STALE_STEPS = 2
-"""The number of steps after the synchronous ones: the first of them differs from those that follow."""
+"""The warm-up's steps after the synchronous ones: the first such step differs from the steps that follow it."""
 
 
 def prepare_runner(

@@ -110,7 +110,7 @@ def describe_request(
         description["components"] = pictures.describe_weight_files(request.components)
     # No image depends on which replica or rank makes it.
     plan = dataclasses.replace(plan, data=1, offload_ranks=None)
-    # Earlier versions wrote images with these keys: with the same text, a run of theirs can be resumed.
+    # Earlier versions wrote images with these keys. As long as the text is equal, a run of theirs can be resumed.
     description |= {
         "dtype": choose_dtype_name(find_model_source(request.model, components=request.components), run.dtype),
         "contents": contents,

@@ -130,7 +130,7 @@ def add_picture_texts(
     seed: int,
     drawn: Image.Image | Video | Sound,
 ) -> dict[str, str]:
-    """Return the texts of one image, video or sound: from its request, its prompt and seed, and those of AUTOMATIC1111.
+    """Return the texts of one image, video or sound: of its request, its prompt and seed, and as AUTOMATIC1111 has it.
 
     Args:
         texts, settings: the results of `build_png_texts` and `describe_settings`.

@@ -39,7 +39,7 @@ LOG = logging.getLogger(__name__)
 LoraState = dict[str, Any]
 """Key of a LoRA -> its tensor or number."""
 NUM_NAMED = 3
-"""Keys that a message names; of the others it says how many they are."""
+"""The most keys that a message names; it only counts the others."""
 PEFT_FACTORS = {".lora_A.": ".lora_down.", ".lora_B.": ".lora_up."}
 """Parts of keys: peft's name -> kohya's name."""
 NEVER_APPLIED = (".dora_scale", ".diff", ".w_norm", ".b_norm", ".set_weight", "hada_w1_a", "hada_w1_b")
@@ -90,11 +90,11 @@ class LoraKeyFilter:
         self.dropped: set[str] = set()
 
     def filter_state_dict(self, source: Any, **kwargs: Any) -> Any:
-        """Return the result of the pipeline's `lora_state_dict` without those keys.
+        """Return the result of the pipeline's `lora_state_dict` without keys that are of no use on this rank.
 
         Raises:
             ModelError: if nothing of the pipeline takes any of the keys.
-            NothingHereError: if all that are taken are on other ranks.
+            NothingHereError: if all keys that are taken belong to other ranks.
         """
         file_keys = _list_file_keys(source, kwargs.get("weight_name"))
         loaded_state = self._read(source, **kwargs)
@@ -151,7 +151,7 @@ class LoraKeyFilter:
             return False
         module, rest = _follow_key(whole, name)
         if is_placeholder(module):
-            # A text encoder of another rank: of those the structure is not known here.
+            # The structure of a text encoder on another rank is not known here.
             return True
         # Old files have the factors in the processors of layers.
         if rest[:1] == ["processor"]:
@@ -162,7 +162,7 @@ class LoraKeyFilter:
                 f"lora={self._label!r} changes {name}, which is there while projections are fused; call "
                 f"pipe.{component}.fuse_qkv_projections() before it is divided"
             )
-        # Some replace norms too, with keys that end in the name of a parameter.
+        # Some LoRAs replace norms too, with keys that end in the name of a parameter.
         if not hasattr(layer, "weight") or not rest:
             return False
         if len(rest) > 1 and not _names_factor(rest[0]):

@@ -41,7 +41,7 @@ from ditile.runner.model_files import (
     TRANSFORMER,
     check_config_counts,
     check_model_file,
-    count_one_of_each,
+    leave_one_of_each,
     open_safetensors,
     read_json_object,
 )
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from ditile.runner.weights.gguf_file import BlockFormat, GgufTensors
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
-"""Before the names of the transformer's tensors in files of ComfyUI; in such a file other names are of other models."""
+"""The beginnings of the transformer's tensor names in ComfyUI's files; other names there belong to other models."""
 CONFIG = Path("transformer", "config.json")
 """The config of the transformers in a pipeline's folder. If there are two, they are alike."""
 MOST_MISSING = 0.04
@@ -76,7 +76,7 @@ FP8_MARK = "scaled_fp8"
 FORMAT = "comfy_quant"
 """A tensor of JSON: in ComfyUI's later files it says how the weight beside it is stored, if the header does not."""
 MOST_IN_FORMAT = 4096
-"""Bytes of it that are read."""
+"""The most bytes of such a tensor that are read."""
 FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 """The beginnings of ComfyUI's names for formats of fp8 with scales."""
 SCALED_BLOCK = 128
@@ -85,7 +85,7 @@ COMPONENT_NAMES = {
     "text_encoder": r"(.*\.)?(shared|embed_tokens|token_embedding|token_embd)\.weight",
     "vae": r"((first_stage_model|vae)\.)?decoder\..*",
 }
-"""Component -> names of its tensors, in files of any origin, which no transformer has."""
+"""Component -> pattern of names that only its tensors have, in files of any origin, and no transformer's."""
 LORA_FACTORS = r"\.lora_(A|B|up|down)\."
 """Parts of the names of a LoRA's tensors."""
 MISSED_NAMES = {"LTX2VideoTransformer3DModel": {"prompt_adaln_single.": "prompt_adaln."}}
@@ -105,14 +105,14 @@ class _Operation(NamedTuple):
 
 
 class FileTensor(Tensor):
-    """A tensor of a file, or made of some, on the meta device.
+    """A tensor of a file, or made from such tensors, on the meta device.
 
     Attributes:
-        stored_name: in the file; empty if an operation made it.
+        stored_name: its name in the file; empty if an operation made it.
         stored_type: the type of its numbers in the file, as the format calls it.
         operation: its origin.
         form: how it is quantized, if it is; its last dimension then counts bytes.
-        scale: for a tensor of a file, the factor of its numbers, in its shape.
+        scale: the factors of its numbers, in its shape; only a tensor of a file has them.
     """
 
     scale: FileTensor | None = None
@@ -168,7 +168,7 @@ class FileTensor(Tensor):
         return stored
 
     def replay_operations(self, read: Callable[[FileTensor], Tensor]) -> Tensor:
-        """Make the tensor from the file's, whose values `read` returns: a view of them, unless parts are joined."""
+        """Make the tensor from stored ones, whose values `read` returns: a view of them, unless parts are joined."""
         if self.operation is None:
             return read(self)
         function, args, kwargs, place = self.operation
@@ -198,8 +198,8 @@ class SingleFile:
         path: the file.
         tensors: name in the file -> its tensor, in the order of the file.
         open_file: opens it.
-        gguf: the same tensors of a GGUF file, possibly quantized.
-        prequantized: the same of a file that a quantizer of diffusers wrote.
+        gguf: the tensors in the form of GGUF, if it is such a file.
+        prequantized: the checkpoint with quantized weights, if a quantizer of diffusers wrote the file.
         marks: names of tensors that mark ComfyUI's models with scaled weights in fp8.
     """
 
@@ -217,7 +217,7 @@ class SingleFile:
         Raises:
             LoadError: if there is no such file, or it is cut short, or scales are missing: of a weight in integers, or
                 of one in fp8 while others have them.
-            ModelError: if it is one of GGUF, and the extra is not installed.
+            ModelError: if it is a GGUF file, and the extra is not installed.
         """
         if check_model_file(path) == GGUF:
             require_extra("gguf", str(path))
@@ -373,7 +373,7 @@ class SingleFile:
                 f"{self.path} lacks {len(missing)} weight(s) of a {class_name}, such as {min(missing)}; it has "
                 f"{min(self.tensors, default='none')}"
             )
-        # They may be scales, without which the weights would be wrong.
+        # Unknown tensors may be scales, without which the weights would be wrong.
         unknown = unused | (tensors.keys() - model_tensors.keys())
         if unknown:
             example = min(unknown)
@@ -419,7 +419,7 @@ class ConvertedFile:
     Attributes:
         file: the file.
         model_class: the class of the model.
-        config: of the model that it fits.
+        config: the config of the model that it fits.
         tensors: name in the model -> the tensor.
     """
 
@@ -515,7 +515,7 @@ class ConvertedFile:
 
 @dataclass(frozen=True)
 class _ConvertedTensors:
-    """An open file under the names of a model; `quantized` are the weights that stay so."""
+    """An open file under the names of a model; `quantized` are the weights that stay quantized."""
 
     opened: OpenedTensors
     tensors: FileTensors
@@ -583,7 +583,7 @@ class ConvertedTensor:
 
 
 class IntegerTensor(ConvertedTensor):
-    """A weight in integers that stays so."""
+    """A weight that stays in integers."""
 
     def copy_share(self, cut: TensorCut | None, dtype: torch.dtype) -> Tensor:
         """Copy a rank's part of the weight."""
@@ -635,8 +635,8 @@ def _attach_scales(path: Path, tensors: FileTensors, opened: OpenedTensors) -> F
 def _spread_scale(scale: FileTensor, shape: Sequence[int]) -> Any:
     """Expand a scale to the shape of its weight; None if it does not fit. It is a view, except for scales of blocks.
 
-    Files have one as [] or [1], one for each row as [rows] or [rows, 1], for blocks of rows and columns as [n, m], and
-    for blocks within rows as [rows, m, 1].
+    Files have a single scale as [] or [1], one for each row as [rows] or [rows, 1], scales for blocks of rows and
+    columns as [n, m], and for blocks within rows as [rows, m, 1].
     """
     counts = list(scale.shape)
     while counts and counts[-1] == 1:
@@ -731,7 +731,7 @@ def find_base_models(path: Path) -> list[str]:
     """Return the published models with a transformer like a file's, the most likely first.
 
     Raises:
-        LoadError: if it is not known.
+        LoadError: if no published model has such a transformer.
     """
     file = SingleFile.read_header(path)
     component = file.guess_component()
@@ -776,7 +776,7 @@ def _shares_names(file: SingleFile, model: KnownModel) -> bool:
     model_class = getattr(diffusers, model.transformer)
     config = model.folder / CONFIG
     values = read_json_object(config)
-    names = _read_model_tensors(model_class, config, count_one_of_each(values)).keys()
+    names = _read_model_tensors(model_class, config, leave_one_of_each(values)).keys()
     least = LEAST_SHARED * len(names)
     tensors = file.own_tensors
     if len(names & tensors.keys()) < least:

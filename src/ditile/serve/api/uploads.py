@@ -73,7 +73,7 @@ async def read_body(http: HttpRequest) -> Body:
 
 
 def parse_body(content: bytes, headers: Headers) -> Body:
-    """Return the contents of a body. Errors are those of `read_body`."""
+    """Return the contents of a body. Raises the errors of `read_body`."""
     media_type = read_media_type(headers)
     is_multipart = media_type == MULTIPART
     # curl labels its data as a form by default, even if it is JSON.

@@ -1,1 +1,1 @@
-"""`ditile serve --forward`: the transformer alone, called by a sampler elsewhere, over a socket of this machine."""
+"""`ditile serve --forward`: only the transformer, called by a sampler elsewhere, over a socket of this machine."""

@@ -1,4 +1,4 @@
-"""`ditile serve --forward`: clients call the transformer alone, and keep text, VAE and sampler.
+"""`ditile serve --forward`: clients call only the transformer, and keep text, VAE and sampler.
 
 This process reads and checks messages, and never imports torch. Each connection has a thread; they take turns at the
 ranks, which get the bytes of the tensors as they came.
