@@ -163,7 +163,7 @@ class ModelCache(abc.ABC):
             self._watch_idle_calls()
             return
         self._clock = self._own_clock = clock
-        # It is innermost, so that no other hook takes it along. If it is wrapped later, it stays and does nothing.
+        # It is innermost, so that no other hook takes it along. If something wraps it, it stays and then does nothing.
         owner, name = find_innermost_forward(self.transformer)
         watched = WatchedMethod(exclude_from_compile(self._call_forward), getattr(owner, name))
         override_attribute(stack, owner, name, watched, yields_to_newer=True)
