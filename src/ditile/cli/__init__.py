@@ -1,1 +1,1 @@
-"""The command line: `ditile generate`, `verify`, `plan`, `calibrate`, `bench`, `evaluate` and `models`."""
+"""The command line: `ditile generate`, `decode`, `serve`, `verify`, `plan` and `models`; the lab adds its own."""

@@ -398,7 +398,7 @@ class Composition:
         )
         # These go around the batch, because a skipped call exchanges no rows.
         for cache in caches:
-            # The decision is made before the model is called.
+            # The forecasts decide before the model is called, so the clock has nothing to do then.
             stack.enter_context(cache.use_clock(None))
             cache.check_pipeline_call(call)
             wrap_model_call(stack, self.pipe, cache.transformer, functools.partial(forecasts.wrap_forward, cache))
@@ -560,9 +560,9 @@ def compose_strategies(
     pipefusion = PipeFusion(mesh, stages[mesh.stage_index], plan, joint, sharded.streams, warmup_group)
     # The loop drives the stage, and attention asks the loop for the current generation.
     kept_buffers = None if options.recorder is None else options.recorder.kept_buffers
-    changes = _may_change(block_hooks)
+    may_change = _may_change(block_hooks)
     loop = Loop(
-        pipefusion, mesh, plan, make_token_split(plan), kept_buffers, may_change=changes, serial_plan=serial_plan
+        pipefusion, mesh, plan, make_token_split(plan), kept_buffers, may_change=may_change, serial_plan=serial_plan
     )
     attention = LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options)
     composition = Composition(

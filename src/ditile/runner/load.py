@@ -78,7 +78,7 @@ from ditile.runner.weights.single_file import ConvertedFile, SingleFile, find_ba
 
 STEM = STEMS[0]
 LOG = logging.getLogger(__name__)
-CHOOSE = "for another one give --model NAME --transformer FILE"
+ANOTHER_HINT = "for another one give --model NAME --transformer FILE"
 Components = dict[str, Any]
 """Component of a pipeline -> what was loaded."""
 LOADED_WHOLE = "%s is loaded whole on every rank and then divided: %s"
@@ -300,9 +300,9 @@ def split_model_file(name: str, files: dict[str, str]) -> tuple[str, dict[str, s
     if others:
         # For example one of the two transformers of Wan 2.2: the other would be missing.
         alike = ", ".join(others)
-        LOG.warning("%s is taken for the transformer of %s, and may be that of %s; %s", name, base, alike, CHOOSE)
+        LOG.warning("%s is taken for the transformer of %s, and may be that of %s; %s", name, base, alike, ANOTHER_HINT)
     else:
-        LOG.info("%s is taken for the transformer of %s; %s", name, base, CHOOSE)
+        LOG.info("%s is taken for the transformer of %s; %s", name, base, ANOTHER_HINT)
     return base, {**files, TRANSFORMER: name}
 
 
@@ -675,8 +675,8 @@ def check_component_packages(components: Sequence[Component]) -> None:
     for component in components:
         if component.library != "transformers":
             continue
-        # transformers has a placeholder for a class that lacks a package, or for the video part of a processor. A
-        # placeholder raises for every attribute except `_backends`.
+        # transformers has a placeholder for a class that lacks a package, or for the video part of a processor. It
+        # tells its `_backends`, and raises when asked for a method.
         cls: Any = component.cls
         lacking = getattr(cls, "_backends", ())
         if not lacking and hasattr(cls, "get_attributes") and "video_processor" in cls.get_attributes():

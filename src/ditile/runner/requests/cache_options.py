@@ -40,11 +40,11 @@ CACHE_FLAGS = {row.flag: row for row in CACHE_WORDS.values() if row.flag}
 DEGREE_BY_PARALLEL_TYPE = {"tp": "tensor", "ulysses": "ulysses", "ring": "ring"}
 """Value of --parallel-type -> the degree of `Plan`."""
 
-_SAYS_HOW = (*CACHE_FLAGS, *CALIBRATOR_CONFIGS)
+_CACHE_SETTINGS = (*CACHE_FLAGS, *CALIBRATOR_CONFIGS)
 """The flags that are settings of a cache."""
 
 _NEEDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_SAYS_HOW, ("cache", "prune", "config")),
+    **dict.fromkeys(_CACHE_SETTINGS, ("cache", "prune", "config")),
     "taylorseer_order": ("taylorseer", "config"),
     "quantize_type": ("quantize",),
     "fuse_lora": ("lora",),
@@ -215,7 +215,7 @@ class CacheOptions(Fields):
         # --schedule goes with a line that says how many steps compute.
         line = self.cache_line
         if line is not None:
-            others = self.given.intersection(("cache", "prune", *_SAYS_HOW))
+            others = self.given.intersection(("cache", "prune", *_CACHE_SETTINGS))
             if others:
                 raise ModelError(
                     f"--cache-line {line!r} says how to cache, and {format_flag(min(others))} too; give one of them"

@@ -185,7 +185,7 @@ def list_drawn(pipe: Any, result: Any) -> Sequence[Image.Image | Video | Sound]:
 
 
 def list_outputs(pipe: Any, result: Any) -> list[tuple[Image.Image | Video | Sound, Sound | None]]:
-    """List what a pipeline's result holds as in `list_drawn`, each video with its sound."""
+    """List what a pipeline's result holds, like `list_drawn`, with each video's sound."""
     drawn = list_drawn(pipe, result)
     sounds: Sequence[Sound | None] = [None] * len(drawn)
     if any(hasattr(result, name) for name in VIDEO_FIELDS):

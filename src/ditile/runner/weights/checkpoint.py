@@ -23,7 +23,7 @@ from ditile.parallel.tensor.cuts import SelectShard, TensorCut
 from ditile.plan.errors import LoadError
 from ditile.runner.model_files import name_weight_files, open_safetensors, read_weight_map, refuse_missing_weights
 
-MAPPED = 64 * 2**20
+MAPPED_BYTES = 64 * 2**20
 """Bytes that are read from one mapping of a file; a single tensor may have more."""
 
 
@@ -173,7 +173,7 @@ def locate_in_folder(path: Path) -> LocateFile:
 
 
 def _batch_tensor_names(path: Path, open_file: OpenTensors, names: set[str]) -> Iterator[list[str]]:
-    """Yield the names in the order of the file, in runs of about `MAPPED` bytes."""
+    """Yield the names in the order of the file, in runs of about `MAPPED_BYTES` bytes."""
     batch: list[str] = []
     size = 0
     with open_file(path) as tensors:
@@ -182,7 +182,7 @@ def _batch_tensor_names(path: Path, open_file: OpenTensors, names: set[str]) -> 
         # The size is counted in float32: the exact size of a run does not matter.
         sizes = [math.prod(tensors.get_slice(name).get_shape()) * 4 for name in order]
     for name, num_bytes in zip(order, sizes, strict=True):
-        if batch and size + num_bytes > MAPPED:
+        if batch and size + num_bytes > MAPPED_BYTES:
             yield batch
             batch = []
             size = 0

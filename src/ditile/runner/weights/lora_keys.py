@@ -290,15 +290,15 @@ class LoraKeyFilter:
         return self._whole_parts.get(component)
 
     def _report_unapplied_keys(self, file_keys: Sequence[str], state: LoraState, applied: LoraState) -> None:
-        """Log the keys without a layer to take them. Raises `ModelError` if none has one."""
+        """Log the keys without a layer to take them. Raises `ModelError` if no key has a layer."""
         if not applied:
             raise ModelError(
                 f"lora={self._label!r} changes nothing of this {self._pipeline}: no layer takes its "
                 f"{_name_keys(file_keys or [*state])}; take one that was trained for this model"
             )
         unapplied = sorted(state.keys() - applied.keys())
-        # Keys of the file that a converter dropped. Others it renamed, so a key is told by its kind: those of text
-        # encoders were dropped if no key of one is left, and those of T5 always are.
+        # A converter drops some keys of the file and renames others, so the dropped ones are told by their kind: keys
+        # of text encoders if no such key is left, and keys of T5 always.
         has_text = any(key.startswith(TEXT_PREFIXES) for key in state)
         has_bias = any(key.endswith(".lora_B.bias") for key in state)
         for key in file_keys:

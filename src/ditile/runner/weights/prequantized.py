@@ -77,7 +77,7 @@ class BitsAndBytesWeights:
         shape: list[int] = state["shape"]
         numbers = math.prod(shape)
         counts = {
-            "": numbers / views[""].element_size() / 2,
+            "": numbers / views[""].element_size() / 2,  # a byte has two numbers
             "absmax": numbers / state["blocksize"],
             "quant_map": 16,
         }

@@ -57,7 +57,7 @@ WHY_FLOAT32 = "they are of the model's _keep_in_fp32_modules"
 
 T = TypeVar("T")
 _RECORDS = "_quantized_by_ditile"
-_CANNOT = (RuntimeError, ValueError, TypeError, ImportError, AssertionError, AttributeError)
+_QUANTIZER_ERRORS = (RuntimeError, ValueError, TypeError, ImportError, AssertionError, AttributeError)
 """The exceptions of torchao and bitsandbytes for an unsuitable kernel, device or shape."""
 _TORCHAO_CONFIGS = {
     "float8_weight_only": "Float8WeightOnlyConfig",
@@ -252,7 +252,7 @@ def _choose_quantizer(
                 # One row, and enough rows to choose the kernels for matrices.
                 for rows in (1, 32):
                     quantized(torch.ones(rows, width, device=device, dtype=dtype))
-        except _CANNOT as error:
+        except _QUANTIZER_ERRORS as error:
             reasons[join_error_lines(error, 200)] = None
             continue
         # torchao leaves a layer unchanged if no kernel takes its shape.
