@@ -116,8 +116,9 @@ EFFICIENCY = Efficiency(
 def read_datasheets() -> Mapping[str, Datasheet]:
     """Read the datasheet of each card.
 
-    Other cards than L20 and A100 are taken to reach the same share of their link. GeForce cards send through the host's
-    memory. They have all 16 lanes here; a board that gives two cards 8 lanes each has links of half the rate.
+    The rate of a link is measured for L20 and A100 alone. Other NVLink cards are taken to reach the A100's share of
+    their link. GeForce cards send through the host's memory, so they are taken to reach less than an L20. They have all
+    16 lanes here; a board that gives two cards 8 lanes each has links of half the rate.
     """
     rows = json.loads((PROFILES.parent / "cards.json").read_text("utf-8"))
     return {name: Datasheet(**row) for name, row in rows.items()}
