@@ -45,14 +45,14 @@ def _add_columns(transformer: nn.Module, anatomy: Anatomy) -> Anatomy:
             columns: dict[str, Any] = {}
             for name, value in read_columns()[cls.__name__].items():
                 if name == "arguments":
-                    # Arguments that blocks get in no first call of a step.
+                    # Blocks are given these arguments, but not in the first call of a step.
                     lists = dict(anatomy.lists)
                     for path, more in value.items():
                         arguments = {**lists[path].arguments, **_freeze_kinds(more)}
                         lists[path] = replace(lists[path], arguments=arguments)
                     columns["lists"] = lists
                 elif name != "blocks":
-                    # Functions remember what they find by these, so they are hashable.
+                    # Cached functions are called with these values, so they must be hashable.
                     columns[name] = tuple(value) if isinstance(value, list) else value
             return replace(anatomy, **columns)
     return anatomy

@@ -60,7 +60,7 @@ class BlockList(NamedTuple):
     """A `ModuleList` whose blocks are called one after the other in a transformer's forward.
 
     Attributes:
-        flow: how they pass tokens on.
+        flow: how the blocks pass tokens on.
     """
 
     name: str

@@ -21,7 +21,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 SHORT = 300
-"""Characters of JSON that are kept; of a longer text the beginning and a checksum are."""
+"""The most characters of JSON that are kept; a longer text is replaced by its beginning and a checksum."""
 
 
 def fingerprint(value: Any, depth: Literal["shape", "memory", "numbers"]) -> Hashable:

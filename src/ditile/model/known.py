@@ -28,11 +28,11 @@ class KnownModel:
     Attributes:
         name: its name in ditile.
         hub_id: its id on the Hugging Face hub; None if its weights come with this package.
-        transformer: its class.
+        transformer: the class of its transformer.
         blocks, heads: how many the transformer has.
         token_side: the side of a token, in pixels of the image.
         height, width: the default size of an image, in pixels.
-        cuts_rows: whether patches are whole rows of its tokens; `check_call` checks nothing of other models.
+        cuts_rows: whether patches are whole rows of its tokens; `check_call` checks only such models.
         bins_sizes: whether its pipeline by default replaces the given size by the nearest of a list of sizes.
         is_video: whether it makes videos; filled in for bundled models only.
         base: the bundled model that provides the components that this model lacks.

@@ -37,7 +37,7 @@ class OutputMemoizer:
         transformer, anatomy: the model, and its known structure.
         now: the generation under way.
         first, last: whether this rank has the first stage, and the last one.
-        excluded: modules that a survey of an earlier call has excluded, to which this one adds.
+        excluded: modules that are never remembered; each survey of a call adds to them.
     """
 
     transformer: nn.Module
@@ -91,7 +91,7 @@ class OutputMemoizer:
             if not isinstance(output, tuple):
                 parts = (output,)
             is_expected = set(map(has_nan, parts)) == {is_of_latents}
-            # A second call has other inputs. The forward may write into what is no tensor, and no version counts that.
+            # A second call has other inputs. And the forward may write into a list or dict, which no version counts.
             if name in called or not is_expected or any(isinstance(part, list | dict) for part in parts):
                 self.excluded.add(name)
             called.add(name)
@@ -117,7 +117,7 @@ class OutputMemoizer:
     ) -> None:
         """Keep a module's output for a step and while its inputs stay the same, or for good if `lasts`.
 
-        Of a module `within` a block it is kept only between patches, and only while both are true.
+        If the module is `within` a block, its output must be of this step and have the same inputs too.
         """
         now = self.now
         forward = module.forward

@@ -31,7 +31,7 @@ def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | N
     Args:
         models: the models that the pipeline calls in its loop, not compiled.
         plan: how the models are divided.
-        steps: of the call, if known.
+        steps: the number of steps in the call, if known.
     """
     # The classes of hooks that the plan accepts.
     accepted: tuple[type[ModelHook], ...] = (ModelHook,)

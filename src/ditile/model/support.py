@@ -19,14 +19,13 @@ _CLASS_SUFFIX = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Mod
 
 
 def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
-    """Return the columns of `assets/support.json` that no call of a pipeline with a transformer supports -> the
-    reason.
+    """Return what no call of a pipeline with a transformer supports: column of `assets/support.json` -> the reason.
 
-    If the pipeline is not in the table, other pipelines of the class count instead; a class that is not in it supports
-    `data` and `cfg`.
+    If the pipeline is not in the table, other pipelines with this transformer count instead. A transformer that is not
+    in the table supports `data` and `cfg`.
     """
     table: dict[str, Any] = json.loads((ASSETS / "support.json").read_text("utf-8"))
-    columns = {*table["columns"], "tensor"}
+    columns = set(table["columns"])
     rows = [row for row in table["families"] if row["transformer"] == transformer.__name__]
     # A pipeline without a row is judged by the others of its transformer.
     rows = [row for row in rows if row["pipeline"] == pipeline] or rows
@@ -36,8 +35,7 @@ def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
     for name, reason in rows[0]["holes"].items():
         if all(name in row["holes"] for row in rows):
             holes[name] = reason
-    unproven = dict.fromkeys(columns - set(table["columns"]), "was not tried with it")
-    return unproven | holes
+    return holes
 
 
 def name_family(transformer: type) -> str:

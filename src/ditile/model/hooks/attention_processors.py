@@ -31,7 +31,7 @@ def has_fused_projections(attention: Any) -> bool:
 
 
 def count_key_repeats(attention: Any) -> int:
-    """Return how many equal keys in a row a layer attends to, made of one for the heads of queries that share it."""
+    """Return how often a layer repeats each key: once for each head of queries that shares it."""
     processor = type(getattr(attention, "processor", None))
     if processor.__name__ in REPEATING and processor.__module__.startswith("diffusers."):
         return int(attention.num_heads // attention.num_kv_heads)

@@ -27,7 +27,7 @@ from ditile.plan.extras import import_lab
 
 LOG = logging.getLogger("ditile")
 TABLES_WITHIN = {"ip_adapter_masks"}
-"""Keys of dicts among the arguments whose tensors have no rows: one for each adapter here."""
+"""Keys of dicts among the arguments whose tensors have no rows; `ip_adapter_masks` has one for each adapter."""
 
 TensorPath = tuple[Any, ...]
 """The path of a tensor in the arguments of a call, in pytree's keys: the argument's name, then keys and indices."""
@@ -63,7 +63,7 @@ class BatchDimFinder:
     if that is as long as the batch. The lab asks the forward of any other class, once for each kind of call.
 
     Args:
-        model: as the user gave it.
+        model: the model, as the user gave it.
         inputs: the kinds of its arguments, if known.
     """
 
@@ -111,7 +111,7 @@ class BatchDimFinder:
             if kinds == (ROWS,) and value is not None:
                 return None
             is_unknown = find_unknown_rows({name: value}, self._inputs, noisy, batch_size) is not None
-            # These are embeddings for another number of images, which the model itself refuses.
+            # Such a tensor has embeddings for another number of images, which the model itself refuses.
             if not kinds and isinstance(value, Tensor) and value.ndim > 2 and value.shape[0] not in (1, batch_size):
                 return None
             for place, (path, x) in enumerate(pytree.tree_leaves_with_path({name: value})):

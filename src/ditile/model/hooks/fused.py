@@ -30,9 +30,9 @@ def fuse_projections(stack: ExitStack, attentions: Iterable[tuple[str, Any]], de
     """Fuse the projections of each stream into one product, where they are plain layers on the device.
 
     Args:
-        stack: undoes it when it is closed; the weights stay adjacent.
+        stack: undoes the fusion when it is closed; the weights stay adjacent.
         attentions: layers with their names, in which all projections of a stream see the same tokens.
-        device: where they run. Weights that are there only temporarily are left as they are.
+        device: where the layers run. Layers whose weights are elsewhere between calls are left as they are.
     """
     for _, attention in attentions:
         for names in STREAMS:
@@ -122,7 +122,7 @@ def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
 def is_plain_linear(linear: Any, device: torch.device) -> bool:
     """Return whether a module is an ordinary linear layer on a device, with nothing around its forward.
 
-    It may be inside LoRAs of peft, which may add something.
+    The layer may be inside LoRAs of peft, which may add something.
     """
     base = _unwrap_loras(linear)
     if base is not linear:

@@ -15,7 +15,7 @@ class KeyPaddingMask(NamedTuple):
     """A boolean or additive mask over the keys of all ranks that split the tokens.
 
     Attributes:
-        ring_masks: for each rank along ring, of the keys of its whole ulysses line:
+        ring_masks: for each rank along ring, the mask of the keys of its whole ulysses line:
             `[B or 1, own heads or 1, queries or 1, keys]`.
         covers_sequence: whether the keys are those of the whole sequence, and not only of the current patch.
     """
@@ -36,7 +36,7 @@ class FurtherKeys(NamedTuple):
     Attributes:
         keys, values: `[B, n, own heads, H]`.
         mask: `[B or 1, own heads or 1, 1, n]`; None attends to all.
-        at: how many keys of this rank's tokens precede them.
+        at: the number of keys of this rank's tokens that precede these keys.
     """
 
     keys: Tensor
@@ -45,8 +45,8 @@ class FurtherKeys(NamedTuple):
     at: int
 
     def join_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Insert these among other keys and values `[B, S, N, H]`; `mask` is of the others, and is needed if these have
-        one."""
+        """Insert these among other keys and values `[B, S, N, H]`; `mask` masks the others, and must be given if these
+        keys have a mask."""
         at = self.at
         joined_k = torch.cat([k[:, :at], self.keys, k[:, at:]], dim=1)
         joined_v = torch.cat([v[:, :at], self.values, v[:, at:]], dim=1)
@@ -62,8 +62,8 @@ class AttentionOptions(NamedTuple):
     """The options of an attention call besides q, k and v.
 
     Attributes:
-        mask: of the keys; None attends to all.
-        scale: of the scores; None is 1 / sqrt(head size).
+        mask: the mask of the keys; None attends to all.
+        scale: the factor of the scores; None is 1 / sqrt(head size).
         further: keys that are attended to in addition to those of tokens.
     """
 

@@ -19,7 +19,7 @@ _PLAIN_CLASS = "_class_without_ditile"
 ACCELERATE_FORWARD = "_old_forward"
 """The attribute in which accelerate's hooks keep the forward that they wrap.
 
-An offloaded pipeline removes them after each call and adds new ones: an override outside of them is then gone.
+An offloaded pipeline removes these hooks after each call and adds new ones: an override outside of them is then gone.
 """
 
 
@@ -121,7 +121,7 @@ def list_replaced_methods(owner: Any) -> list[str]:
 def replace_globals(function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:
     """Copy a function with other values for some global names; its module stays unchanged.
 
-    The copy of a decorated function decorates a copy. Anything but a Python function is returned unchanged.
+    A decorated function is copied with the function inside it. Anything but a Python function is returned unchanged.
     """
     if not isinstance(function, types.FunctionType):
         return function
@@ -175,7 +175,7 @@ def bind_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
             call.update(value)
         else:
             call[name] = value
-    call.pop(next(iter(signature.parameters)))
+    call.pop(next(iter(signature.parameters)))  # `self`
     return call
 
 

@@ -26,8 +26,8 @@ def cut_argument(value: Any, kinds: Kinds, runs: Runs) -> Any:
 
     Args:
         value: a tensor, a number, or tuples, lists and dicts of them.
-        kinds: of its leaves, see `plan/anatomy.py`.
-        runs: of `N`, `T` and `J`.
+        kinds: the kinds of its leaves, see `plan/anatomy.py`.
+        runs: the runs to keep of `N`, `T` and `J`.
     """
     if isinstance(value, Tensor):
         return cut_tensor(value, kinds[0], runs)
@@ -44,7 +44,7 @@ def cut_argument(value: Any, kinds: Kinds, runs: Runs) -> Any:
 
 
 def cut_tensor(x: Tensor, kinds: str, runs: Runs) -> Tensor:
-    """Cut a tensor along each dimension that counts tokens; two dummies may stand for a text of a single one."""
+    """Cut a tensor along each dimension that counts tokens; two dummies may stand for a text of a single token."""
     for dim, kind in enumerate(select_word(kinds, x.ndim) or ""):
         if kind not in TOKENS:
             continue
@@ -119,8 +119,8 @@ def find_misfit(value: Any, kinds: Kinds, lengths: Mapping[str, int]) -> str | N
     """Explain what part of an argument does not match its kinds; None if all match.
 
     Args:
-        kinds: of its leaves; empty if it was never seen.
-        lengths: of `N`, `T` and `J`.
+        kinds: the kinds of its leaves; empty if the argument was never seen.
+        lengths: the number of tokens of `N`, `T` and `J`.
     """
     leaves = pytree.tree_leaves(value)
     if kinds == (ROWS,):
@@ -155,7 +155,7 @@ def find_unknown_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], 
         if known == (ROWS,) and (value is None or is_list_of_rows):
             continue
         leaves = pytree.tree_leaves(value)
-        # The call has other values in it than those with known kinds.
+        # The argument has another number of leaves than when its kinds were found.
         if known and len(known) != len(leaves) and value is not None:
             return name
         for place, leaf in enumerate(leaves):

@@ -55,8 +55,8 @@ class FirstPlay(NamedTuple):
 
         Args:
             recording: the tape.
-            result: its result, in its memory.
-            made: addresses of memory that is its own.
+            result: the result of the tape, in the tape's memory.
+            made: addresses of memory that the tape allocated itself.
         """
         if recording.tape.num_messages != len(self.code.messages):
             return "it has another number of messages"

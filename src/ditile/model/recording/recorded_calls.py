@@ -13,10 +13,10 @@ class RecordedCalls:
     """Counts of recorded calls in a call of a pipeline on this rank.
 
     Attributes:
-        calls: of models, in its steps.
-        recorded, played: how many of them.
-        as_code: why the others ran as code, and how many.
-        tape_bytes: of the memory held by tapes after it, including the keys and values kept in place for them.
+        calls: the number of calls of models in its steps.
+        recorded, played: how many of these calls were recorded, or played.
+        as_code: reason -> how many of the other calls ran as code.
+        tape_bytes: the bytes held by tapes afterwards, including the keys and values kept in place for them.
     """
 
     calls: int
@@ -43,9 +43,9 @@ def format_recorded_calls(ranks: Sequence[Mapping[str, Any]]) -> str:
     """Format the number of calls played on the rank that played the fewest, and the main reason for code there."""
     # A replica without an image calls nothing.
     busy = [rank for rank in ranks if rank["calls"]] or ranks
-    recorded = min(busy, key=lambda rank: rank["played"] / max(1, rank["calls"]))
-    text = f"{recorded['played']} of {recorded['calls']} calls played"
-    if not recorded["as_code"]:
+    fewest = min(busy, key=lambda rank: rank["played"] / max(1, rank["calls"]))  # perhaps no rank made a call
+    text = f"{fewest['played']} of {fewest['calls']} calls played"
+    if not fewest["as_code"]:
         return text
-    reason, count = max(recorded["as_code"].items(), key=lambda item: item[1])
+    reason, count = max(fewest["as_code"].items(), key=lambda item: item[1])
     return f"{text}; {count} ran as code: {reason}"

@@ -29,7 +29,7 @@ class StepOutputs:
     """The calls of the current step, of the model and branch that are called now.
 
     Attributes:
-        tapes: that were made or played in it, and write something for others; dropped ones must not stay here.
+        tapes: the tapes that were made or played in the step, and write something for others; none is kept alive here.
         looked: outputs of modules in calls that were only watched.
     """
 
@@ -61,7 +61,7 @@ class StepOutputs:
         outputs: Outputs = {}
         for tape in self._list_tapes():
             for known in self._outputs[tape].values():
-                # A tape has computed it again, in the same memory.
+                # The tape has computed this output again, in the same memory.
                 known.step = self._step
                 known.versions = tuple(map(READ_VERSION, known.tensors))
             outputs.update(self._outputs[tape])
@@ -109,7 +109,7 @@ class StepOutputs:
 
 
 def _select_unchanged(outputs: Outputs) -> Outputs:
-    """Return the outputs not written to since."""
+    """Return the outputs that were not written to since they were remembered."""
     unchanged: Outputs = {}
     for key, known in outputs.items():
         if known.is_unchanged:

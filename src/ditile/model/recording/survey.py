@@ -48,7 +48,7 @@ def survey_model(model: nn.Module) -> tuple[Any, str]:
         weights.extend(contents["_buffers"].values())
         modules.extend(contents["_modules"].values())
         settings.append(type(module))
-        # Such as scales of adapters. Sorted, because hooks of a call among the names change the order of a set.
+        # These are, for example, scales of adapters. They are sorted, because the order of a set depends on all names.
         for name in sorted(contents.keys() - _NAMES_OF_MODULES):
             value = contents[name]
             # Hooks of a call are among the names only in some calls.
@@ -73,12 +73,12 @@ def survey_model(model: nn.Module) -> tuple[Any, str]:
         weights = [weight for weight in weights if type(weight) in _PLAIN_WEIGHTS]
         for part in parts:
             if type(part) not in _PLAIN_WEIGHTS:
-                # Such as those of bitsandbytes, which keeps scales in a state that may be replaced.
+                # For example, bitsandbytes keeps the scales of its weights in a state that may be replaced.
                 problem = f"weights are of class {type(part).__name__}"
     if problem:
         return (), problem
     tensors = [*filter(torch.is_tensor, (*weights, *parts))]
-    # Other weights may have come to the same memory.
+    # Other weights may have come to the same memory, so strides and forms are compared too.
     places = [tuple(map(read, tensors)) for read in (_READ_ADDRESS, _READ_STRIDES, _READ_FORM)]
     return (places, settings), ""
 
@@ -100,7 +100,7 @@ def _unwrap_weights(weights: Iterable[Tensor | None]) -> tuple[list[Any], list[T
             parts.append(weight)
             continue
         names, context = weight.__tensor_flatten__()
-        # Sizes of groups and types of activations, as torchao has them.
+        # torchao's context, for example, has the sizes of groups and the types of activations.
         classes.append((type(weight), repr(context)))
         pending += [getattr(weight, name) for name in names]
     return classes, parts

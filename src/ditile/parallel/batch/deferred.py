@@ -27,8 +27,8 @@ class DeferredWork:
     """The operations of a pipeline on a step's predictions before all of these have arrived.
 
     Attributes:
-        is_over: whether all have arrived; after that nothing is recorded.
-        problem: the operation that cannot be repeated; empty if all can.
+        is_over: whether all predictions have arrived; after that nothing is recorded.
+        problem: the operation that cannot be repeated; empty if all operations can.
     """
 
     is_over: bool = False

@@ -61,8 +61,8 @@ class CostModel:
         blocks: the matrices of each block; those of placeholders follow from the model's config.
         first, last: matrix entries of the embedding of the latents, and of the head.
         side: token rows, and tokens in each, of the image that the model was made for.
-        text: tokens of its text in joint attention.
-        joint: where these are in the sequence.
+        text: the number of text tokens in joint attention.
+        joint: where the text tokens are in the sequence.
         width: channels of a token.
         itemsize: bytes of a number.
     """
@@ -82,7 +82,7 @@ class CostModel:
         head: Any = hooks.transformer.get_submodule("proj_out")
         # A quantized Linear multiplies in another type than that of its weight.
         dtype: Any = getattr(head, "compute_dtype", None) or head.weight.dtype
-        itemsize = min(dtype.itemsize, 4)
+        itemsize = min(dtype.itemsize, 4)  # `RIDGE` has no number for wider types
         if hooks.has_placeholders():
             hooks = hooks.copy_to_meta()
         config = dict(hooks.transformer.config)  # type: ignore[arg-type]

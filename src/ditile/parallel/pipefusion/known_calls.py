@@ -37,7 +37,7 @@ MAX_KNOWN_CALLS = 8
 
 
 def describe_call_shapes(pipe: Any, call: Mapping[str, Any]) -> Hashable:
-    """Describe everything before the loop that may affect a rehearsal; calls that may be alike are equal.
+    """Describe everything before the loop that may affect a rehearsal; calls that may be alike get equal descriptions.
 
     That is the pipeline's class and config, and its schedulers and guiders with their settings. Of the arguments it is
     the shapes of tensors and images, the number of prompts, and all other values except `IRRELEVANT_ARGUMENTS`. An
@@ -97,7 +97,7 @@ def describe_lengths(inputs: Mapping[str, Any]) -> Hashable:
 
     These are numbers of masks, and integers in lists.
     """
-    # They decide where the tokens of a patch are, whatever the shapes: Lumina 2 leaves padding out.
+    # These lengths decide where the tokens of a patch are, whatever the shapes: Lumina 2 leaves padding out.
     lengths: list[Hashable] = []
     for name, value in inputs.items():
         for leaf in pytree.tree_leaves(value):
@@ -148,8 +148,8 @@ class KnownCall:
         has_others = any(
             not isinstance(leaf, Tensor | str | int | float | None) for leaf in pytree.tree_leaves(described)
         )
-        # A recognition sees only the first steps, and does not cut the tokens of steps that compute something else. A
-        # stage asks for their messages ahead, and must know their sizes then.
+        # Recognising a call takes two iterations of the first step, which do not cut the tokens of whole steps. But a
+        # stage expects the messages of such a step ahead, and must know their sizes then.
         is_asked_ahead = bool(dry.now.findings.whole_steps) and dry.now.schedule.stages > 1
         if has_others or is_asked_ahead:
             return None

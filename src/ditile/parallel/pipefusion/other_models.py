@@ -76,14 +76,14 @@ class OtherModels:
             # A known call may have had a prompt of another length, and so results of other shapes.
             if key in self.results and inputs == self.inputs.get(key):
                 return self.results[key]
-            # Its modules may be the transformer's own, like those of Z-Image: their results must not be remembered.
+            # The model may share modules with the transformer, like Z-Image's: their results must not be remembered.
             surveyed = now.is_surveyed
             now.is_surveyed = True
             try:
                 result = forward(*args, **kwargs)
             finally:
                 now.is_surveyed = surveyed
-            # A synchronous step calls it only once, so nobody asks for the result again.
+            # A synchronous step calls the model only once, so nobody asks for the result again.
             if now.is_dry or now.micro_step.patch is not None:
                 self.results[key] = result
             if now.is_dry:

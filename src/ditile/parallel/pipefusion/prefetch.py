@@ -1,7 +1,7 @@
 """Receives that are posted ahead, so that a message is under way while the device still computes on the one before.
 
 A receive of gloo waits only for its message. A receive of NCCL is a kernel that spins on the device until its message
-comes, and a send is one until it is received. Launching a kernel for the first time, or freeing memory, may wait for
+comes, and a send spins until it is received. Launching a kernel for the first time, or freeing memory, may wait for
 everything that runs there, and a pipeline launches kernels of its own behind each call. So
 
 - a receive is posted only if its message does not depend, directly or through other ranks, on work that this rank has
@@ -49,11 +49,11 @@ class ReceivePrefetcher:
     Args:
         channel: carries the messages.
         find_form: returns the form of a message; None if it is not known yet.
-        can_post: returns whether this rank has launched all its work that a message depends on. It has for activations
-            of the current step, which are all that is expected.
+        can_post: returns whether this rank has launched all its work that a message depends on. By default it always
+            has, as for activations: only those of the current step are expected.
 
     Attributes:
-        looks_ahead: whether one may be posted ahead even if receives occupy the device.
+        looks_ahead: whether one receive may be posted ahead even if receives occupy the device.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ReceivePrefetcher:
         """Receive the next message, which must be `key`'s, and post later receives meanwhile."""
         # A receive of NCCL occupies the device until its message comes.
         ahead = int(self.looks_ahead) if self.channel.occupies_device(like.device) else RECEIVES_AHEAD
-        # This one is needed now, so it is posted whatever it depends on.
+        # The next message is needed now, so its receive is posted whatever it depends on.
         if not self.channel.num_open_receives:
             self._post_receive()
         self.post_ahead(1 + ahead)

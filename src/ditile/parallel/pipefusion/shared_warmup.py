@@ -1,6 +1,6 @@
 """The warmup group: all stages compute a synchronous step together instead of one after the other.
 
-Each has a share of the tokens and computes all blocks on it, gathering keys and values layer by layer; weights are
+Each stage computes all blocks on its share of the tokens, gathering keys and values layer by layer; weights are
 streamed (weight_streaming.py). Predictions go to the last stage, which steps the scheduler. Each stage keeps the keys
 and values of its own layers, so that an asynchronous step finds what a serial step would have left.
 """
@@ -38,7 +38,7 @@ class WarmupGroup:
     Args:
         owned: the blocks of this stage.
         weight_stream: brings the weights of other stages.
-        may_rest: whether calls for which it cannot work run stage after stage, as with warmup_mode=auto.
+        may_rest: whether calls that the group cannot compute run stage after stage, as with warmup_mode=auto.
 
     Attributes:
         owned_prefixes: beginnings of the names of layers in these blocks.
@@ -89,7 +89,7 @@ class WarmupGroup:
         return self._channels.values()
 
     def exchange_whole_latents(self, ops: Iterable[Op], latents: Sequence[Tensor], *, writes: bool) -> None:
-        """Send the whole latents from the last stage to the others before a step; with `writes` they keep them."""
+        """Send the whole latents from the last stage to the others before a step; `writes` lets them keep these."""
         for op in ops:
             for own in latents:
                 if op.kind is OpKind.SEND_WHOLE_LATENTS:

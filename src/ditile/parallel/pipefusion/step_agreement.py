@@ -1,4 +1,4 @@
-"""The work between steps: the loop tells the runner of them, and ranks agree on when to stop.
+"""The work between steps: the loop tells the runner where it is, and ranks agree on when to stop.
 
 Each rank votes at the beginning of a step (one asynchronous all-reduce of 8 bytes on a CPU group), and reads the result
 one step later, so that no step waits for a vote. The highest vote wins.

@@ -140,7 +140,7 @@ class WeightStream:
     def receive_block(self, index: int) -> None:
         """Wait for the weights of the next block, and start to send another block."""
         self.release_weights()
-        # It goes into the buffer of the block before this one, which has been computed.
+        # The other block goes into the buffer of the block before this one, which has been computed.
         if index + BLOCKS_AHEAD < len(self._blocks):
             self._start_block_broadcast(index + BLOCKS_AHEAD)
         (flat,) = self._pending_broadcasts.pop(index).wait_for_tensors()

@@ -153,7 +153,7 @@ class DistriFusionKeys:
             sends.append((rank, fresh))
             receives.append((rank, (*fresh.shape[:2], num_tokens, *fresh.shape[3:])))
         keep = None
-        # The next step waits for them, and if that is recorded it finds them in one place.
+        # The next step waits for these messages, and a recorded one must find them in memory that stays in place.
         if self.now.memory.keeps_buffers:
             keep = partial(self._keep_message, self.now.branch)
         bases = self.now.find_bases(self.layer, tuple(image_runs), fresh.shape)
@@ -165,7 +165,7 @@ class DistriFusionKeys:
     def _receive_patch_keys(self, store: KeyStore, tokens: LayerTokens, age: int, *, expects_more: bool) -> None:
         """Wait for the other ranks' keys from `age` steps ago and write them into the store.
 
-        If the layer sends its keys now, messages are under way again at once.
+        With `expects_more` the layer sends its keys in this step too, so that messages are under way again at once.
         """
         incoming = store.incoming
         assert incoming is not None

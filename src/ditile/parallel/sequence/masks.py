@@ -115,6 +115,6 @@ class GatheredKeyMaskSource:
 def _covers_all_keys(mask: Tensor, tokens: LayerTokens) -> bool:
     """Return whether the mask covers all keys.
 
-    Where one rank has all keys, ranks would not agree on that, so they gather.
+    If a single rank has all keys, only this rank would see a mask of all keys, so all ranks gather.
     """
     return mask.shape[-1] == tokens.length != max(tokens.rank_lengths)

@@ -53,7 +53,7 @@ class RingKeys:
             incoming = None
             # The transfer starts before this block is attended to, so that both take place at once.
             if turn < size - 1:
-                shape = (*block.shape[:2], lengths[source - 1], *block.shape[3:])
+                shape = (*block.shape[:2], lengths[source - 1], *block.shape[3:])  # of the block of the next turn
                 bases = self._find_bases(turn, (tokens, block.shape))
                 incoming = start_shift(block, shape, group, self._traffic, KIND, bases)
             mask = extra.mask.ring_masks[source] if extra.mask else None
@@ -123,7 +123,7 @@ def merge_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) ->
     out_a, lse_a = one
     out_b, lse_b = other
     precise = torch.promote_types(out_a.dtype, torch.float32)
-    # It is NaN if all keys of both sets are masked.
+    # The share is NaN if all keys of both sets are masked.
     share_of_b = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0)
     weight = share_of_b.unsqueeze(-1).to(precise)
     out = torch.lerp(out_a.to(precise), out_b.to(precise), weight)

@@ -38,7 +38,7 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
 
     Args:
         whole: the processor; this rank has a share of its linear layers.
-        gather: `[B, S, own features]` to the features of all heads, of the tokens that this rank has between layers.
+        gather: `[B, S, own features]` -> the features of all heads, for the tokens that this rank has between layers.
     """
 
     _gather: Callable[[Tensor], Tensor]
@@ -46,7 +46,7 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
 
     def __init__(self, whole: FluxIPAdapterAttnProcessor, gather: Callable[[Tensor], Tensor]) -> None:
         nn.Module.__init__(self)
-        # It is not stored as a child: the parameters must be in the model once, at their own place.
+        # The whole processor is not stored as a child: the parameters must be in the model once, at their own place.
         vars(self).update(vars(whole) | {"_whole": whole, "_gather": gather})
 
     @property
@@ -69,8 +69,8 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
         ip_hidden_states: Any = None,
         ip_adapter_masks: Tensor | None = None,
     ) -> Any:
-        """Attend from image `[B, S, C]` and text `[B, T, C]` to the same, and to the adapters' addition to the
-        image."""
+        """Return the attention output for the image `[B, S, C]` and the text `[B, T, C]`, and what the adapters add to
+        the image."""
         # The processor's own call runs without adapters. A hook keeps its normalised queries, which the adapters need
         # too.
         queries: list[Tensor] = []

@@ -21,7 +21,7 @@ from ditile.plan.layout import pick_even_chunk
 
 KIND = "tensor"
 
-# Newer releases of torch renamed them, and warn about the old names.
+# Newer releases of torch have renamed these functions, and warn about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -39,7 +39,7 @@ class TensorCollectives:
         self._index = axis.index
         self._size = axis.num_ranks
         self._traffic = traffic
-        # Each sum needs it, so it is cached; groups that are made again have the same transport.
+        # Each sum needs this device, so it is cached; groups that are made again have the same transport.
         self._transfer_devices: dict[torch.device, torch.device] = {}
 
     def count_own_tokens(self, streams: Sequence[int]) -> int:
@@ -74,7 +74,7 @@ class TensorCollectives:
 
         `streams` are the whole lengths of the streams in the sequence, in order.
         """
-        # Arranged as `[n, B, longest, C]`, every rank's tokens. Padding beyond a rank's own tokens is never read.
+        # `packed` has the tokens of each rank, `[n, B, longest, C]`. Padding beyond a rank's own tokens is never read.
         if len(streams) == 1 and x.shape[1] % self._size == 0:
             # Equal shares need no padding, and one copy brings them into order.
             packed = x.unflatten(1, (self._size, -1)).movedim(1, 0).contiguous()
@@ -119,7 +119,7 @@ class TensorCollectives:
         # Padding is left out of the counted bytes.
         whole_bytes = batch * sum(streams) * width * x.element_size()
         exchange_tensors(partial(self._gather, whole_bytes), [mine], [received])
-        # It becomes `[B, S, C]`, the inverse of what `sum_and_scatter` sends.
+        # Bring the shares into the order `[B, S, C]`, which `sum_and_scatter` undoes.
         if len(streams) == 1 and streams[0] % self._size == 0:
             return received.transpose(0, 1).flatten(1, 2)
         parts = []

@@ -49,7 +49,7 @@ class SharedCoder(TorchFunctionMode):
         self._name = type(coder).__name__
         self._shapes: dict[Any, torch.Size] = {}
         self._assigned_numbers = [0] * links.num_ranks
-        # Tiles that other ranks code, and the messages that bring them.
+        # By id, the tiles that other ranks code, and the messages that bring them.
         self._arriving: dict[int, tuple[Tensor, PendingRows]] = {}
         self._sent: list[PendingRows] = []
 
@@ -124,7 +124,7 @@ def install_tile_forwards(stack: ExitStack, vae: Any, links: RowLinks, weights: 
     """Distribute the tiles of an autoencoder's calls, on the instance, until the stack is closed.
 
     Args:
-        weights: the share of each rank, in any unit; one that is too slow for any tile has none.
+        weights: the share of each rank, in any unit; a rank that is too slow for any tile gets none.
     """
     meta = build_meta_model(vae)
     for call, name in zip(CALLS, ("encoder", "decoder"), strict=True):
