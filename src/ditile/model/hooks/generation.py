@@ -200,7 +200,9 @@ class RehearsedModel:
     """A call of a model in a rehearsal.
 
     Attributes:
+        model: the id of the model.
         is_whole: whether the call computed the whole image.
+        rows: the number of rows in its batch.
     """
 
     model: object
