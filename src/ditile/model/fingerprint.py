@@ -42,9 +42,16 @@ def fingerprint(value: Any, depth: Literal["shape", "memory", "numbers"]) -> Has
             return value.shape
         return value.shape, value.dtype, value.stride(), value.device
     if isinstance(value, list | tuple):
-        return tuple([fingerprint(item, depth) for item in value])
+        parts: list[Hashable] = []
+        for item in value:
+            # This is inline to save a Python call for every argument of every call.
+            if depth == "shape" and isinstance(item, Tensor):
+                parts.append(item.shape)
+            else:
+                parts.append(fingerprint(item, depth))
+        return tuple(parts)
     if isinstance(value, dict):
-        return tuple([(name, fingerprint(item, depth)) for name, item in value.items()])
+        return (*value,), fingerprint([*value.values()], depth)
     # Words name modes of a model; numbers such as the time change from step to step.
     if isinstance(value, str) or depth == "memory":
         return type(value), value

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ditile.model.hooks.generation import Generation
-from ditile.model.hooks.kv_store import READ_SHAPE, GivenTensors, RememberedOutput
+from ditile.model.hooks.kv_store import READ_SHAPE, READ_VERSION, RememberedOutput
 from ditile.model.hooks.overrides import has_forward_hooks, match_modules, override_attribute
 from ditile.model.hooks.pieces import has_nan
 from ditile.plan.anatomy import Anatomy
@@ -129,27 +129,27 @@ class OutputMemoizer:
             is_left_out = patch is None if within else name in excluded
             if now.is_surveyed or is_left_out:
                 return forward(*args, **kwargs)
-            key: tuple[Any, ...] = (path, now.branch)
+            given = (*args, *kwargs.values())
+            key: tuple[Any, ...] = (path, now.branch, *kwargs)
             if not within:
                 # Rows of another micro-batch, and conditions of another branch, are different inputs.
-                given_tensors = filter(torch.is_tensor, (*args, *kwargs.values()))
-                key += (now.micro_batch, *map(READ_SHAPE, given_tensors))
+                key += (now.micro_batch, *map(READ_SHAPE, filter(torch.is_tensor, given)))
             known = now.memory.outputs.get(key)
-            is_fresh = lasts
-            if known is not None and not lasts:
+            is_fresh = False
+            if known is not None:
                 is_of_step = known.step == step and patch is not None
-                if within:
-                    # In another step the tensors may be the same, but the weights may not.
-                    is_fresh = is_of_step and known.is_given_same(args, kwargs)
-                else:
-                    is_fresh = is_of_step or known.is_given_same(args, kwargs)
-            # The forward may have written into its inputs.
-            if known is None or not is_fresh or not known.is_unchanged:
+                # The comparisons are inline to save Python calls for every module of every block.
+                is_given_same = known.given_ids == tuple(map(id, given))
+                if is_given_same:
+                    is_given_same = known.given_versions == tuple(map(READ_VERSION, known.given_tensors))
+                # In another step the tensors may be the same, but the weights may not.
+                is_fresh = is_of_step and is_given_same
+                if not within:
+                    is_fresh = lasts or is_of_step or is_given_same
+            # Something may have written into the output since.
+            if known is None or not is_fresh or known.versions != tuple(map(READ_VERSION, known.tensors)):
                 output = forward(*args, **kwargs)
-                given = None
-                if not lasts:
-                    given = GivenTensors(args, kwargs)
-                known = now.memory.outputs[key] = RememberedOutput(output, given)
+                known = now.memory.outputs[key] = RememberedOutput(output, () if lasts else given)
             known.step = step
             return known.output
 

@@ -218,6 +218,13 @@ class PatchSchedule:
         first = self.num_references if self.distrifusion == 1 else 0
         return [patch for patch in self.list_patches(micro) if patch >= first]
 
+    def is_first_of_step(self, micro: MicroStep) -> bool:
+        """Return whether a micro-step is the first of its step."""
+        # It computes the whole image, or the first patch.
+        if not micro.patch:
+            return True
+        return micro.patch == self.num_references and not self.computes_references(micro.step)
+
     def is_last_of_step(self, micro: MicroStep) -> bool:
         """Return whether a micro-step is the last of its step."""
         return micro.patch is None or micro.patch == self.patches - 1

@@ -375,7 +375,7 @@ class OpPricer:
         # Values that are constant in a generation are computed in its first step.
         of_step = [(work.step, 1.0), *mix.steps]
         of_generation = [(work.once, 1.0), *mix.once]
-        is_first = share.micro == self.schedule.list_micro_steps(op.step)[0]
+        is_first = self.schedule.is_first_of_step(share.micro)
         parts = [(work.every, 1.0), *mix.blocks]
         if is_first and op.branch == 0 and op.micro_batch == 0:
             parts += of_step

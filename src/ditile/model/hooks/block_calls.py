@@ -614,7 +614,7 @@ class _DividedPass:
                 value = call.get(name)
                 if value is not None:
                     # Most arguments are the same object in every step, so their parts are kept.
-                    make = functools.partial(cut_argument, value, kinds, now.tokens.get_argument_runs(patch))
+                    make = functools.partial(_cut_for_patch, value, kinds, now)
                     call[name] = now.memory.get_cached_slice((hook.list_name, name, now.branch, patch), value, make)
         out = forward(**call)
         image = out
@@ -700,6 +700,11 @@ class _DividedPass:
             if part.text:
                 write_runs(text, state.text, (part.text,), 1)
         return self._join_streams(hook.anatomy, TokenState(image, text))
+
+
+def _cut_for_patch(value: Any, kinds: Kinds, now: Generation) -> Any:
+    # The runs are looked up only here, because most blocks find the part that another one has cut.
+    return cut_argument(value, kinds, now.tokens.get_argument_runs(now.token_patch))
 
 
 def put_tokens_second(x: Tensor, anatomy: ListAnatomy) -> Tensor:

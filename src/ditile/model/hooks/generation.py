@@ -308,6 +308,7 @@ class Generation:
             that is the whole image without its references.
         is_stale: whether attention reads keys of the step before.
         keeps_keys: whether the keys are, or may be, read in the next step.
+        sends_in_full: whether no message may be a difference from an earlier one.
 
     Calls of the model write:
         branch: counts the transformer calls since the last `scheduler.step`.
@@ -340,6 +341,7 @@ class Generation:
     token_patch: int | None = None
     is_stale: bool = False
     keeps_keys: bool = False
+    sends_in_full: bool = False
 
     branch: int = 0
     calls: int | None = None
@@ -381,7 +383,8 @@ class Generation:
             self.token_patch = schedule.num_references
         self.is_stale = schedule.reads_stale_keys(micro.step)
         self.keeps_keys = schedule.keeps_keys(micro.step)
-        if schedule.sends_in_full(micro.step):
+        self.sends_in_full = schedule.sends_in_full(micro.step)
+        if self.sends_in_full:
             self.memory.bases.clear()
 
     def find_bases(self, *site: Hashable) -> SiteBases | None:
@@ -390,7 +393,7 @@ class Generation:
         The site includes the sizes of the message on all ranks, so that all agree on whether the site is new. Returns
         None in a step whose messages travel in full.
         """
-        if self.schedule.sends_in_full(self.micro_step.step):
+        if self.sends_in_full:
             return None
         return self.memory.bases.setdefault((self.branch, self.token_patch, self.micro_batch, *site), {})
 

@@ -252,46 +252,8 @@ class SliceEntry(NamedTuple):
     source_values: tuple[Any, ...]
 
 
-class GivenTensors:
-    """A module's inputs, if all are tensors or numbers: the same unchanged tensors give the same output."""
-
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        # The reference keeps the id of a tensor from being reused.
-        self._values = (*args, *kwargs.values())
-        self._names = (*kwargs,)
-        self._versions = _read_versions(self._values)
-
-    def are_same(self, args: Any, kwargs: Any) -> bool:
-        """Return whether a module is called with these same tensors, unchanged."""
-        values = (*args, *kwargs.values())
-        if len(values) != len(self._values) or (*kwargs,) != self._names:
-            return False
-        if any(map(operator.is_not, values, self._values)):
-            return False
-        return self._versions is not None and _read_versions(values) == self._versions
-
-    def replace_tensors(self, replacements: Mapping[int, Tensor]) -> None:
-        """Replace tensors, by id, with others that hold the same numbers."""
-        self._values = tuple(replacements.get(id(value), value) for value in self._values)
-        self._versions = _read_versions(self._values)
-
-
-def _read_versions(values: Sequence[Any]) -> list[int] | None:
-    """Count the in-place writes into each tensor; None if unknown, or a value is neither tensor nor number."""
-    versions: list[int] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            # Tensors of inference mode have no version.
-            if value.is_inference():
-                return None
-            versions.append(value._version)
-        elif not isinstance(value, int | float | str | None):
-            return None
-    return versions
-
-
 class RememberedOutput:
-    """The output of a module.
+    """The output of a module. The same unchanged tensors and numbers as inputs give the same output.
 
     Args:
         given: the module's inputs, if they must be compared.
@@ -299,34 +261,39 @@ class RememberedOutput:
     Attributes:
         step: the step that last used it.
         tensors, versions: the output's tensors, and their versions when it was remembered.
+        given_ids: tells the inputs apart; None if one is neither a number nor a tensor whose writes are counted.
+        given_tensors, given_versions: the inputs' tensors, and their versions likewise.
     """
 
-    def __init__(self, output: Any, given: GivenTensors | None) -> None:
+    def __init__(self, output: Any, given: tuple[Any, ...]) -> None:
         self.output = output
+        # The reference keeps the id of a tensor from being reused.
         self._given = given
         self.step = NEVER
-        self._list_tensors()
+        self._read_versions()
 
-    def _list_tensors(self) -> None:
+    def _read_versions(self) -> None:
+        """Note the tensors, and how often each was written to."""
         # Tensors of inference mode have no version.
-        self.tensors = [x for x in pytree.tree_leaves(self.output) if isinstance(x, Tensor) and not x.is_inference()]
+        self.tensors = []
+        for leaf in pytree.tree_leaves(self.output):
+            if isinstance(leaf, Tensor) and not leaf.is_inference():
+                self.tensors.append(leaf)
         self.versions = tuple(map(READ_VERSION, self.tensors))
-
-    def is_given_same(self, args: Any, kwargs: Any) -> bool:
-        """Return whether a module now has the same inputs."""
-        return self._given is not None and self._given.are_same(args, kwargs)
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Return whether the output was not written to since it was remembered."""
-        return self.versions == tuple(map(READ_VERSION, self.tensors))
+        self.given_ids: tuple[int, ...] | None = tuple(map(id, self._given))
+        self.given_tensors = []
+        for value in self._given:
+            if isinstance(value, Tensor) and not value.is_inference():
+                self.given_tensors.append(value)
+            elif not isinstance(value, int | float | str | None):
+                self.given_ids = None
+        self.given_versions = tuple(map(READ_VERSION, self.given_tensors))
 
     def replace_tensors(self, replacements: Mapping[int, Tensor]) -> None:
         """Replace tensors of the output and the inputs, by id, with others that hold the same numbers."""
         self.output = pytree.tree_map_only(Tensor, lambda x: replacements.get(id(x), x), self.output)
-        self._list_tensors()
-        if self._given is not None:
-            self._given.replace_tensors(replacements)
+        self._given = tuple(replacements.get(id(value), value) for value in self._given)
+        self._read_versions()
 
 
 class GenerationMemory:

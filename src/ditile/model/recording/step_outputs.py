@@ -112,6 +112,6 @@ def _select_unchanged(outputs: Outputs) -> Outputs:
     """Return the outputs that were not written to since they were remembered."""
     unchanged: Outputs = {}
     for key, known in outputs.items():
-        if known.is_unchanged:
+        if known.versions == tuple(map(READ_VERSION, known.tensors)):
             unchanged[key] = known
     return unchanged

@@ -250,7 +250,10 @@ class FreshKeys:
         if self._gather is not None:
             k, v = self._gather(k, v, tokens)
         mask = extra.mask.join_ring_masks() if extra.mask else None
-        return extra.attend(self._kernel, q, k, v, mask)
+        # This is `extra.attend` inline, to save a Python call for every attention layer.
+        if extra.further is not None:
+            k, v, mask = extra.further.join_keys(k, v, mask)
+        return self._kernel(q, k, v, mask=mask, scale=extra.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +311,10 @@ class StaleKeys:
             if self.check is not None:
                 note_action(partial(self._check_ages, self.check, tokens), captures=False)
             k, v = store.buffers
-        return extra.attend(self.kernel, q, k, v, mask)
+        # This is `extra.attend` inline, to save a Python call for every attention layer.
+        if extra.further is not None:
+            k, v, mask = extra.further.join_keys(k, v, mask)
+        return self.kernel(q, k, v, mask=mask, scale=extra.scale)
 
     def _check_ages(self, check: AgeChecks, tokens: LayerTokens) -> None:
         """Assert that the keys of each patch have their scheduled ages."""

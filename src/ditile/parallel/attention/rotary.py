@@ -103,7 +103,8 @@ class RotaryEmbedding:
             signed = torch.stack((-evens, odds), -1).flatten(-2)
             # Adds the dimensions of batch and heads; heads stand before or after the tokens.
             heads_dim = 2 if sequence_dim == 1 else 1
-            wide_cos, wide_sin = (part[None].unsqueeze(heads_dim).to(x.device) for part in (cos, signed))
+            wide_cos = cos[None].unsqueeze(heads_dim).to(x.device)
+            wide_sin = signed[None].unsqueeze(heads_dim).to(x.device)
             table = _RotaryTable(self._scope, cos, sin._version, sequence_dim, wide_cos, wide_sin)
             setattr(sin, _TABLE, table)
         swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)

@@ -178,6 +178,7 @@ class PipeFusion:
         self._num_taken = 0  # denoised patches that were received
         self._num_sends_due = 0  # sends that this call has yet to make
         self._widths.clear()
+        self._micro_batches: list[range] = []  # of this call
         self._ops: Iterator[Op] = iter(())
         self._start: Any = None  # of the computation of a call, for the trace
         self._latents: Sequence[Tensor] = ()
@@ -437,21 +438,21 @@ class PipeFusion:
             if now.branch >= now.calls:
                 raise now.make_calls_error(now.branch + 1)
             self._take_denoised_patches(now.micro_step, self._own_calls.index(now.branch))
+        self._micro_batches = self.schedule.split_micro_batches(now.micro_step)
         self.restart_transformer_call()
-        return self.schedule.split_micro_batches(now.micro_step)
+        return self._micro_batches
 
     def restart_transformer_call(self) -> None:
         """Start the ops of this call again from the first one."""
         now = self.generation
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch)
-        num_parts = len(self.schedule.split_micro_batches(now.micro_step))
-        self._num_sends_due = num_parts * len(self.schedule.list_patches(now.micro_step))
+        self._num_sends_due = len(self._micro_batches) * len(self.schedule.list_patches(now.micro_step))
 
     def begin_micro_batch(self, micro_batch: int) -> None:
         """Start the ops of a call's next micro-batch."""
         now = self.generation
         now.micro_batch = micro_batch
-        now.batch_range = self.schedule.split_micro_batches(now.micro_step)[micro_batch]
+        now.batch_range = self._micro_batches[micro_batch]
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch, micro_batch)
 
     def select_active_blocks(self, blocks: range) -> Collection[int]:

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -278,7 +279,7 @@ class Loop:
         while self._run.stop < self.num_steps:
             self._begin_step(step)
             for micro, loop_step in self._list_iterations(step):
-                if dry.are_blends_needed and micro != self._schedule.list_micro_steps(step)[0]:
+                if dry.are_blends_needed and not self._schedule.is_first_of_step(micro):
                     yield from self._drive_dry_iterations(dry.blend_for_step(loop_step))
                 yield from self._run_micro_step(micro, loop_step)
                 if not main.is_stepped:
@@ -403,15 +404,10 @@ class Loop:
     def _list_iterations(self, step: int) -> list[tuple[MicroStep, int]]:
         """List the iterations of a computed step and of the forecast steps after it: (micro-step, step of the loop)."""
         micro_steps = self._schedule.list_micro_steps(step)
-        iterations: list[tuple[MicroStep, int]] = []
         if step in self._schedule.late:
-            for loop_step in self._run:
-                iterations += [(micro, loop_step) for micro in micro_steps]
-            return iterations
+            return [(micro, loop_step) for loop_step, micro in product(self._run, micro_steps)]
         # A patch runs through the steps without a call at once, so that no stage waits for other patches.
-        for micro in micro_steps:
-            iterations += [(micro, loop_step) for loop_step in self._run]
-        return iterations
+        return list(product(micro_steps, self._run))
 
     @property
     def _precedes_call(self) -> bool:
@@ -467,10 +463,12 @@ class Loop:
                 stream.release_patches(self._schedule.list_patches(micro))
         for stream in self._streams:
             stream.is_stepped = False
-        while not self._is_stepped:
+        while True:
             yield timestep
             was_interrupted = self._note_interrupt()
-            if not self._is_stepped and not was_interrupted:
+            if self._is_stepped:
+                return
+            if not was_interrupted:
                 # The first iteration did not call the model, so this loop does not denoise.
                 if micro == self._schedule.list_micro_steps(0)[0] and not self.generation.branch:
                     return

@@ -51,8 +51,7 @@ class OtherModels:
         # The transformer is not called, so nobody would read the other models' results of this step.
         if now.computes is False:
             return
-        first_micro_step = now.schedule.list_micro_steps(now.micro_step.step)[0]
-        if now.micro_step == first_micro_step and not now.is_dry:
+        if now.schedule.is_first_of_step(now.micro_step) and not now.is_dry:
             self.forget_results()
 
     def forget_results(self) -> None:

@@ -218,8 +218,7 @@ class SteppedLatents:
         """
         micro = now.micro_step
         # A callback runs between steps, and is given whole latents, which it may replace.
-        is_first = micro == now.schedule.list_micro_steps(micro.step)[0]
-        after_callback = is_first and synced == now.loop_step - 1
+        after_callback = now.schedule.is_first_of_step(micro) and synced == now.loop_step - 1
         if self.is_blended and not (after_callback and now.loop_step):
             self._blended = sample
             return

@@ -139,7 +139,9 @@ class UlyssesExchange(HeadExchange):
 
     def _exchange_tensors(self, name: str, tensors: Sequence[Tensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """Exchange tensors of the same tokens in one message."""
-        shares = self._get_shares(tokens, *(x_BPNH.shape[2] for x_BPNH in tensors))
+        # A list is faster than a generator, and this runs for every attention layer.
+        heads = tuple([x_BPNH.shape[2] for x_BPNH in tensors])
+        shares = share_heads_and_tokens(tokens, heads, self._index, self._weights)
         if tokens.are_none:
             # Every rank knows that no rank computes these tokens, so no rank waits for a message.
             own = []
@@ -150,7 +152,7 @@ class UlyssesExchange(HeadExchange):
 
     def exchange_heads_for_tokens(self, out_BSMH: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """Exchange `[B, tokens of all ranks, own heads, H]` for `[B, own tokens, N, H]`."""
-        shares = self._get_shares(tokens, heads)
+        shares = share_heads_and_tokens(tokens, (heads,), self._index, self._weights)
         batch, _, own_heads, size = out_BSMH.shape
         if tokens.are_none:
             return out_BSMH.new_empty((batch, 0, heads, size))
@@ -225,9 +227,6 @@ class UlyssesExchange(HeadExchange):
         assert self._axis.group is not None
         return start_all_to_all(heads_of_tokens, sends, receives, self._axis.group, self._traffic, KIND, bases)
 
-    def _get_shares(self, tokens: LayerTokens, *heads: int) -> HeadAndTokenShares:
-        return share_heads_and_tokens(tokens, heads, self._index, self._weights)
-
     def _check_heads(self, heads: int) -> None:
         if heads % self._ranks and not self._uneven:
             raise PlanError(
@@ -281,7 +280,7 @@ class OverlappedUlysses(UlyssesExchange):
                 x_BPNH = make()
             num_heads = x_BPNH.shape[2]
             self._check_heads(num_heads)
-            shares = self._get_shares(tokens, num_heads)
+            shares = share_heads_and_tokens(tokens, (num_heads,), self._index, self._weights)
             pending = self._send_heads(name, [x_BPNH], shares)
             under_way.append((name, x_BPNH, shares, pending, self._trace.mark_point()))
         received: list[Tensor] = []
