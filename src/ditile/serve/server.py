@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ditile.distributed import env
 from ditile.plan.errors import DitileError, ModelError, StateError
-from ditile.plan.extras import is_installed
+from ditile.plan.extras import is_installed, require_extra
 from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
@@ -89,6 +89,7 @@ def choose_replicas(options: ServeOptions, plan: Plan, cache: CacheOptions) -> R
     """Return the function for making the replicas, on this machine or on a Ray cluster."""
     setup = WorkerSetup(options=options, plan=plan, cache=cache)
     if options.ray is not None:
+        require_extra("ray", f"ray={options.ray!r}")
         from ditile.serve.ray_replicas.cluster import RayCluster
 
         cluster = RayCluster(setup)
