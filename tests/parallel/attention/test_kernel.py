@@ -231,7 +231,7 @@ def count_without_checks(plan: dict[str, Any]) -> FrameCounts:
 def test_one_attention_and_one_micro_step_stay_within_their_frames(pool: Pool, name: str) -> None:
     """A failure means that something is derived anew in each layer or call, or a closure made, that could be kept."""
     counts = pool.run(count_without_checks, 2, dict(PLANS[name]))
-    for each in counts:
-        assert find_attention_frames(each) <= LIMITS[name]
-    if name == "pipefusion":
-        assert find_micro_step_frames(counts[0]) <= MICRO_STEP_LIMIT
+    over = [number for number in map(find_attention_frames, counts) if number > LIMITS[name]]
+    if name == "pipefusion" and find_micro_step_frames(counts[0]) > MICRO_STEP_LIMIT:
+        over.append(find_micro_step_frames(counts[0]))
+    assert not over
