@@ -23,6 +23,10 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         files.write_atomically(path, "new")
     assert list(tmp_path.iterdir()) == [path]
     assert path.is_dir()
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("loop", "nul\0"):
+        with pytest.raises(OSError, match=name[:3]):
+            files.write_atomically(tmp_path / name, "new")
     absent = tmp_path / "absent" / "rows.json"
     with pytest.raises(FileNotFoundError) as failed:
         files.write_atomically(absent, "new")
@@ -33,8 +37,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 def test_no_link_is_followed_that_somebody_has_put_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guessed: bool
 ) -> None:
-    """Not even one whose name was guessed. A failure means that whoever may write to a shared folder has a user write
-    over any file of his."""
+    """Not even with a guessed name. Otherwise who may write to a shared folder has a user write over his own files."""
     path, own, token = tmp_path / "rows.json", tmp_path / "own", "00" * 8
     own.write_text("own")
     path.touch()

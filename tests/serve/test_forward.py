@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -15,7 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -236,8 +239,7 @@ def exchange(address: str, content: bytes) -> tuple[str, bool]:
 
 
 def test_bad_messages_harm_nobody_else(tmp_path: Path) -> None:
-    """Each row is answered in one line; whoever is connected meanwhile is served, and who vanishes in a call is not
-    missed."""
+    """Each row is answered in one line, whoever is connected meanwhile is served, and nobody waits for who left."""
     plain = load_plain("shapes-flux")
     with serve(f"unix:{tmp_path}/a.sock", "shapes-flux", "ulysses=2") as served:
         assert os.stat(tmp_path / "a.sock").st_mode & 0o777 == 0o600
@@ -310,11 +312,18 @@ def test_a_dead_socket_is_replaced_and_a_living_one_is_not(tmp_path: Path) -> No
     assert not (tmp_path / "a.sock").exists()
 
 
+def test_a_connection_that_cannot_be_accepted_does_not_end_the_server() -> None:
+    errors = [OSError(number, "") for number in (errno.EMFILE, errno.ECONNABORTED, errno.EINVAL)]
+    server: Any = SimpleNamespace(_listener=Mock(**{"accept.side_effect": errors}))
+    ForwardServer._accept_connections(server)
+    assert server._listener.accept.call_count == 3
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--distrifusion", "2"], "distrifusion=2 reads keys"),
-        (["--cache"], "a cache leaves out work"),
+        (["--cache"], "a cache skips work"),
         (["--max-batch", "2"], "max_batch=2 is for a server of whole images"),
         (["--forward-component", "unet"], "has no component 'unet'"),
         (["--forward", "10.0.0.1:1"], "is not on this machine"),

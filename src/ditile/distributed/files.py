@@ -35,7 +35,7 @@ def read_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
     content = bytearray()
     try:
         with open(path, "rb") as file:
-            # In pieces, as Python takes memory for all bytes that a read asks for.
+            # In pieces, because read(n) allocates n bytes, however short the file is.
             for piece in iter(lambda: file.read(PIECE_BYTES), b""):
                 content += piece
                 if len(content) > most:
@@ -82,6 +82,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             path.write_bytes(data)
         else:
             _write_and_rename(path.resolve(), data)
+    except (ValueError, RuntimeError) as error:  # a name with a NUL; a loop of links
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
     except OSError as error:
         # The error names the file that the user gave, not the temporary one.
         raise OSError(error.errno, error.strerror, str(path)) from None
@@ -96,7 +98,7 @@ def _write_and_rename(path: Path, data: bytes) -> None:
         part.unlink(missing_ok=True)
         os._exit(128 + number)
 
-    # A handler of the program's own ends it by an exception, and Python lets only the main thread set one.
+    # Only the default action would skip the `finally` below. Python lets only the main thread set a handler.
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if is_default and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, remove_and_end)
@@ -120,7 +122,7 @@ class StandardStream(io.FileIO):
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write bytes, unless an earlier write has failed; return the number of all of them."""
+        """Write bytes, or drop them once a write has failed; dropped ones count as written."""
         try:
             if self.error is None:
                 return super().write(data)
@@ -130,7 +132,7 @@ class StandardStream(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Open the standard streams that are closed: the next file or socket of this process would be one of them."""
+    """Open the standard streams that are closed. Otherwise the next file or socket would become one of them."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -149,7 +151,7 @@ def guard_standard_stream(name: str, number: int) -> StandardStream:
 
 
 def check_different_files(read: Iterable[tuple[str, Path]], written: Iterable[tuple[str, Path]]) -> None:
-    """Raise `ModelError` if two options of a command name one file, under any names, and it is written.
+    """Raise `ModelError` if a file to be written is also the file of another option, whatever path names it.
 
     Args:
         read, written: (option, path) of each file. Pipes and devices may be given several times.

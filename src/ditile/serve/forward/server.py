@@ -7,12 +7,14 @@ ranks, which get the bytes of the tensors as they came.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import logging
 import multiprocessing.connection
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,14 +42,16 @@ from ditile.serve.replica import launch_linked_ranks
 
 LOG = logging.getLogger("ditile")
 OPTIONS = ("forward", "forward_component", "forward_bytes", "api_key", "lora_dir", "max_loras", "max_queue", "timeout")
-"""The options of `ServeOptions` itself that are not for whole images."""
+"""The options that `ServeOptions` adds to those it inherits, and that a forward server takes."""
 # Seconds for a client of a port to show its key.
 KEY_SECONDS = 20.0
-# Seconds in which the other ranks fail too, once one has refused a call.
+# Seconds for the other ranks to refuse a call too, once one has.
 REFUSAL_SECONDS = 10.0
-# The most seconds for a part, and the most parts, that are read before a connection closes, for its client to see why.
+# Before a refused connection closes, at most so many parts of its message are read, each within so many seconds.
 LINGER_SECONDS = 1.0
 LINGER_PARTS = 16
+# Seconds until the next connection is accepted, after one could not be.
+ACCEPT_SECONDS = 0.1
 
 
 def run_forward_server(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
@@ -57,7 +61,7 @@ def run_forward_server(options: ServeOptions, plan: Plan, cache: CacheOptions) -
     """
     call_plan = choose_call_plan(plan)
     check_forward_options(options, cache)
-    find_transformer_source(options.model, options.forward_component, options.components)
+    find_transformer_source(options.model, options.forward_component, options.components)  # an early check
     keys = read_api_keys(options.api_key)
     with listen_on_address(str(options.forward), keys) as (listener, address):
         setup = WorkerSetup(options=options, plan=call_plan, cache=cache)
@@ -74,7 +78,7 @@ def run_forward_server(options: ServeOptions, plan: Plan, cache: CacheOptions) -
 def check_forward_options(options: ServeOptions, cache: CacheOptions) -> None:
     """Check that no option is for whole images. Raises `ModelError` with the first that is."""
     default = ServeOptions()
-    for name in ("text_after", *ServeOptions.__annotations__):
+    for name in ("text_after", *ServeOptions.__annotations__):  # its own, and one that it inherits
         value = getattr(options, name)
         if name not in OPTIONS and value != getattr(default, name):
             raise ModelError(
@@ -83,7 +87,9 @@ def check_forward_options(options: ServeOptions, cache: CacheOptions) -> None:
     if options.cuda_graphs:
         raise ModelError("cuda_graphs=True plays steps of one loop, and each call is a loop of its own; leave it out")
     if cache.build_cache_arguments()["cache_config"] is not None:
-        raise ModelError("a cache leaves out work by the steps of a run, which calls do not tell; leave it out")
+        raise ModelError(
+            "a cache skips work by the step of a run, and a single call does not say its step; leave it out"
+        )
 
 
 class ForwardServer:
@@ -108,7 +114,7 @@ class ForwardServer:
         self._failure: DitileError | None = None
 
     def run_ranks(self) -> None:
-        """Run the ranks in this thread until they end. Raises `DitileError` if one failed."""
+        """Run the ranks in this thread until they end. Always raises: `DitileError`, or what a signal raises."""
         try:
             launch_linked_ranks(self._setup, self._start_serving, self._raise_failure)
         finally:
@@ -123,9 +129,9 @@ class ForwardServer:
             raise self._failure
 
     def _start_serving(self, links: Sequence[SocketLink]) -> None:
-        """Accept connections from when the ranks are ready."""
+        """Begin to accept connections once the ranks are ready."""
         self._links = links
-        # Without a message no rank was ever ready.
+        # A link ends without a message if its rank ended before it was ready.
         with contextlib.suppress(EOFError, OSError):
             description, _ = links[0].receive_message()
             self._greeting |= description
@@ -133,11 +139,17 @@ class ForwardServer:
             threading.Thread(target=self._accept_connections, daemon=True).start()
 
     def _accept_connections(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while True:
+            try:
                 connection, _ = self._listener.accept()
                 self._connections.add(connection)
                 threading.Thread(target=self._serve_connection, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError) as error:
+                # EINVAL and EBADF: the listener was shut down or closed. Others pass: no descriptor or thread was free.
+                if isinstance(error, OSError) and error.errno in (errno.EINVAL, errno.EBADF):
+                    return
+                LOG.warning("forward: a connection was not accepted: %s", error)
+                time.sleep(ACCEPT_SECONDS)
 
     # The methods below serve one connection, in a thread of its own.
 
@@ -152,6 +164,7 @@ class ForwardServer:
                 LOG.warning("forward: %s; the connection is closed", error)
                 send_message(connection, {"ok": False, "error": str(error)})
                 connection.shutdown(socket.SHUT_WR)
+                self._connections.discard(connection)
                 # Its client reads the reason only after it has sent its message.
                 connection.settimeout(LINGER_SECONDS)
                 for _ in range(LINGER_PARTS):
@@ -168,7 +181,7 @@ class ForwardServer:
         # The system lets no other user connect to the path.
         is_known = connection.family == socket.AF_UNIX
         while True:
-            # A client without a key sends nothing else.
+            # Until its key is known, a client may send no tensors.
             limit = self._options.forward_bytes if is_known else 0
             message = receive_message(connection, limit, None if is_known else KEY_SECONDS)
             if message is None:
@@ -223,7 +236,7 @@ class ForwardServer:
         seconds = None
         while waiting:
             ready: list[Any] = multiprocessing.connection.wait(waiting, seconds)  # type: ignore[arg-type]
-            # Ranks that did not refuse the call wait for the others in the middle of it.
+            # No more answers come: ranks that did not refuse are stuck in the call, waiting for those that did.
             if not ready:
                 break
             for link in ready:
