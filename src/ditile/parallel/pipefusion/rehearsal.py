@@ -3,7 +3,7 @@
 That depends on the pipeline's own code between the transformer and the scheduler. The same code decides whether the
 next step gets the latents of the last one, or a copy of them. Tokens of a patch are made NaN after the blocks, and its
 latents are those that come to the scheduler as NaN. A pipeline that calls another model in some steps, or its model in
-another mode, shows it in an iteration for each step.
+another mode, is rehearsed in an iteration for each step, to see which.
 
 If tokens of reference images are separate patches, these tokens have to be found first: they are those that do not
 reach the scheduler. Rows are told apart by the bits of their numbers, in an iteration for each bit.
@@ -37,7 +37,7 @@ from ditile.plan.plan import suggest_whole_images
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Rehearsal:
-    """The rehearsal of one generation.
+    """The rehearsal of one generation, `dry.now`; what its model calls leave is in `dry.now.dry`.
 
     Attributes:
         other_models: the other models that the pipeline calls in its loop.
@@ -52,7 +52,7 @@ class Rehearsal:
     _found: KnownCall | None = dataclasses.field(default=None, init=False)
 
     def keep_findings(self) -> None:
-        """Keep the findings for calls like this one, whose steps were all made."""
+        """Keep the findings for later calls like this one, now that all of its steps were made."""
         if self._found is None:
             return
         key = (self.shapes, self._found.calls)
@@ -72,7 +72,7 @@ class Rehearsal:
         Raises:
             PlanError: if tokens of reference images must be found, and there are none.
             StateError: if an iteration after the first, or one that calls a model, steps no scheduler; or if latents
-                are cut and the calls have other rows in some steps.
+                are cut and calls have other numbers of rows in some steps.
         """
         dry = self.dry
         now = dry.now
@@ -100,9 +100,10 @@ class Rehearsal:
         divided = next((step for step in range(steps) if step not in now.findings.whole_steps), 0)
         if references:
             yield from self._find_reference_rows(divided)
+        # The last iteration above rehearsed patch 0, with this layout unless references were found or it was whole.
+        is_rehearsed = not (divided or references or steps - 1 in now.findings.whole_steps)
         for patch in range(patches):
-            # The first iteration has already rehearsed patch 0 of step 0.
-            if patch or divided or references:
+            if patch or not is_rehearsed:
                 yield dry.begin(divided, patch)
             dry.check_stepped()
             for stream in dry.streams:
@@ -125,8 +126,8 @@ class Rehearsal:
         now = dry.now
         calls: set[Hashable] = set()
 
-        def recognise_model_call(call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
-            """Return whether any candidate made this call of a model; it then gets its result of zeros."""
+        def recognise_model_call(call: tuple[object, ...], inputs: Mapping[str, Any], latents_name: str) -> bool:
+            """Return whether a candidate had this call of a model too; zeros of its result's shape replace it."""
             described = (call, describe_lengths(inputs))
             calls.add(described)
             candidates[:] = [candidate for candidate in candidates if described in candidate.calls]
@@ -198,8 +199,8 @@ class Rehearsal:
             stream.is_probed = True
             # Two patches show whether an argument depends on more than its own patch. The first may be references.
             marked_patches.update(stream.list_owning_patches()[-2:])
-        # What is marked in one iteration is seen in the next one. So the first one still shows the NaN of the last
-        # prediction, and the last one only looks, and marks nothing.
+        # What is marked in one iteration is seen in the next. So the first still sees the NaN of the prediction made
+        # before it, and the final one (None) marks nothing.
         for patch in (*sorted(marked_patches), None):
             for stream in dry.streams:
                 stream.marked_piece = None
@@ -213,19 +214,19 @@ class Rehearsal:
             probe.masks = {}
         now.findings.live_arguments = probe.find_live_arguments()
         if now.findings.live_arguments:
-            # The surveys did not know these arguments, and blocks may be given values that depend on them.
+            # The first passes of these calls (surveys) put no NaN into these arguments, and blocks may depend on them.
             now.dry.surveys_again = True
             yield dry.begin(step, 0)
             now.dry.surveys_again = False
             dry.check_stepped()
             for form in now.findings.forms.values():
-                if any(form.fed.values()):
+                if form.list_fed_blocks():
                     now.findings.reads_latents_everywhere = True
         for stream in dry.streams:
             stream.is_probed = False
 
     def _find_reference_rows(self, step: int) -> Iterator[Tensor]:
-        """Run iterations to find the rows of tokens made of latents that do not reach the scheduler."""
+        """Run iterations to find the rows of reference tokens: those whose predictions never reach the scheduler."""
         dry = self.dry
         now = dry.now
         # Each element of a prediction gets the number of its row.
@@ -251,8 +252,8 @@ class Rehearsal:
         now.findings.reference_rows = unreached - now.dry.padding_rows
         if not now.findings.reference_rows:
             raise PlanError(
-                f"references: {dry.pipeline} has no tokens of reference images here, which pass through its blocks "
-                "in each step and come out nowhere (some pipelines step them like latents, and put them back); leave "
+                f"references: {dry.pipeline} has no reference tokens in this call: tokens that its blocks see in each "
+                "step, and that its scheduler never steps (some pipelines step them and put the old ones back); leave "
                 "references out, or give the call an image to refer to"
             )
         # Patches must be cut again, around the references.
@@ -289,17 +290,17 @@ class ArgumentProbe:
         self._latents_names: set[str] = set()
         self.first_calls: set[Hashable] = set()
 
-    def note_first_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
+    def note_first_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents_name: str) -> bool:
         """Note which arguments of a call are NaN before anything was marked; the call has to be made."""
         self.first_calls.add((call, describe_lengths(inputs)))
-        self.look_at_call(call, inputs, latents)
+        self.look_at_call(call, inputs, latents_name)
         self._always_nan |= self.masks.keys()
         self.masks = {}
         return False
 
-    def look_at_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
+    def look_at_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents_name: str) -> bool:
         """Note where arguments of a call are NaN; the call need not be made."""
-        self._latents_names.add(latents)
+        self._latents_names.add(latents_name)
         for name, value in inputs.items():
             key = (self._now.branch, name)
             tensors = [x for x in list_tensors(value) if x.is_floating_point()]
@@ -316,12 +317,12 @@ class ArgumentProbe:
         """
         schedule = self._now.schedule
         of_prediction, *of_latents = self.masks_by_iteration
-        remedy = f"use {suggest_whole_images()}"
+        remedy = suggest_whole_images()
         if of_prediction and (schedule.stages > 1 or schedule.has_stale_steps):
             _, name = next(iter(of_prediction))
             raise StateError(
                 f"{self._pipeline} makes {name} for its model from what the model predicted last, which other "
-                f"stages and patches do not have; {remedy}"
+                f"stages and patches do not have; use {remedy}"
             )
         live_arguments = set[str]()
         union: Masks = {}
@@ -333,12 +334,12 @@ class ArgumentProbe:
                 # Without stale steps all latents belong to one step, and any of them may be used.
                 if earlier is masks or not schedule.has_stale_steps:
                     continue
-                # A value that depends on two patches belongs to neither, nor one whose tensors change.
+                # A value that depends on two patches belongs to neither, nor one whose shapes differ between them.
                 is_same = [x.shape for x in earlier] == [x.shape for x in masks]
                 if not is_same or any(bool((x & y).any()) for x, y in zip(earlier, masks, strict=True)):
                     raise StateError(
                         f"{self._pipeline} makes {name} of a patch for its model from latents of other patches too, "
-                        f"which are of other steps; use warmup={schedule.steps}, or {remedy[len('use ') :]}"
+                        f"which are of other steps; use warmup={schedule.steps}, or {remedy}"
                     )
                 union[key] = [x | y for x, y in zip(earlier, masks, strict=True)]
         return frozenset(live_arguments - self._latents_names)
