@@ -20,7 +20,7 @@ ALWAYS = 1.0
 """With a threshold of at least this, steps are skipped without measuring their difference."""
 
 DYNAMIC_DIFFERENCES = 5
-"""The number of differences of a step that a dynamic threshold follows, as cache-dit counts them."""
+"""How many of a step's first differences set its dynamic threshold, as in cache-dit."""
 
 
 class RuleVerdict(Enum):
@@ -98,7 +98,7 @@ class SkipRules:
         limit = threshold
         if limit is None:
             limit = self.threshold
-        # Comparisons with NaN are false, so that such a step computes.
+        # Comparisons with NaN are false, so such a step computes unless the limit lets every step be skipped.
         within_budget = self._active_budget is None or record.spent + difference < self._active_budget
         return within_budget and (difference < limit or limit >= ALWAYS)
 
@@ -142,7 +142,7 @@ class SkipRules:
         return self.threshold <= 0 and (self.mask is None or not self.is_static)
 
     def can_skip_any(self, steps: int) -> bool:
-        """Return whether any of `steps` steps could be skipped, whatever the differences."""
+        """Return whether the rules let any of `steps` steps be skipped if its difference is small enough."""
         record = DecisionRecord()
         for step in range(steps):
             if self.decide_without_difference(step, record) is not RuleVerdict.COMPUTE:
@@ -159,7 +159,7 @@ class SkipRules:
 def relax_threshold(threshold: float, differences: list[float], ratio: float, most: float) -> float:
     """Return the threshold of DBPrune for the rest of a step, once its first blocks were measured.
 
-    It is `ratio` times the mean of the first five differences, if that is above `threshold` and below `most`.
+    It is `ratio` times the mean of those of the first five that are not 0, if between `threshold` and `most`.
     """
     first = [difference for difference in differences[:DYNAMIC_DIFFERENCES] if difference > 0]
     if len(differences) < DYNAMIC_DIFFERENCES or not first:

@@ -22,7 +22,7 @@ from ditile.plan import errors
 from ditile.plan.errors import DitileError, PlanError
 
 STALL_SECONDS = 600.0
-"""Seconds after which ranks without a watcher give up on each other, unless the caller gives a limit."""
+"""The least seconds after which ranks without a watcher give up on each other; a caller may give more."""
 
 
 def join_torchrun(timeout: float | None = None, device: torch.device | None = None) -> None:
@@ -30,7 +30,7 @@ def join_torchrun(timeout: float | None = None, device: torch.device | None = No
 
     Args:
         timeout: seconds without progress after which the run is ended; None for a script (see `begin_watch`).
-        device: this rank's; by default its own GPU.
+        device: this rank's, if it is a GPU; otherwise its own GPU, if it has one.
 
     Raises:
         JoinError: if they cannot connect to each other.
@@ -49,7 +49,7 @@ def join_process_group(place: env.Torchrun, timeout: float, device: torch.device
 
     Args:
         timeout: seconds after which this rank gives up on the others, in this group and in those made within it.
-        device: this rank's; by default its own GPU.
+        device: this rank's, if it is a GPU; otherwise its own GPU, if it has one.
 
     Raises:
         JoinError: if the ranks cannot connect.
@@ -83,7 +83,7 @@ def decide_on_first_rank(decide: Callable[[int], Any], timeout: float) -> Any:
 
     Args:
         decide: returns JSON types.
-        timeout: seconds for which the ranks wait for each other, to join and in all that follows.
+        timeout: as in `join_torchrun`.
 
     Raises:
         DitileError: what `decide` raises, on every rank; all have left the group then.

@@ -50,7 +50,7 @@ def create_app(service: Service) -> FastAPI:
 
     Raises `ModelError` if the file of keys cannot be read, or one of its keys is not valid.
     """
-    # By default a signal ends streams at once; here their jobs get the server's time to finish.
+    # By default a signal ends streams at once; here their jobs get the seconds of `--drain` to finish.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     options = service.options
     keys = read_api_keys(options.api_key)
@@ -186,7 +186,7 @@ async def read_model(http: HttpRequest, name: str) -> Response:
 
 
 async def _describe_model(http: HttpRequest) -> JsonObject:
-    """Return the model as OpenAI describes one, and what a page with a form for its requests shows."""
+    """Return the model in OpenAI's form, with what a web page needs to build a form for its requests."""
     service = find_service(http)
     facts = service.facts
     return {

@@ -1,4 +1,4 @@
-"""DBCache: the first F blocks say whether the image has changed; if not, those up to the last B are left out.
+"""DBCache: the first F blocks say whether the image has changed; if not, all others but the last B are left out.
 
 The blocks are a probe (F blocks, always run), a middle (run or forecast) and a tail (B blocks, always run). F = 1 and
 B = 0 is first-block caching. The probe's value is what its blocks add to the image tokens. It is compared with its
@@ -23,11 +23,11 @@ from ditile.model.hooks.protocols import SkipAgreement
 
 
 class DBCache:
-    """The blocks of one chain.
+    """The cache of a list of blocks that run one after the other.
 
     Args:
         hooks: the hooks around the blocks, in order.
-        residuals: makes a memory for a segment, by the place of its first block.
+        make_residuals: makes a memory for a segment, by the place of its first block.
         first, last: F and B.
         hidden: whether the probe is the tokens themselves, and not what is added to them.
 
@@ -39,7 +39,7 @@ class DBCache:
         self,
         hooks: Sequence[CacheHook],
         decider: SkipDecider,
-        residuals: Callable[[int], Residuals],
+        make_residuals: Callable[[int], Residuals],
         first: int,
         last: int,
         *,
@@ -47,17 +47,17 @@ class DBCache:
     ) -> None:
         self._hooks = hooks
         self.decider = decider
-        self._make = residuals
+        self._make_residuals = make_residuals
         self._hidden = hidden
         self.middle = range(first, max(first, len(hooks) - last))
-        self._is_known = decider.rules.decide_alone
+        self._rules_decide = decider.rules.decide_alone
         # With F = 0 the input of the first block is the probe, and no block runs to decide.
         self._decides_at_input = first == 0
         self._probe_hooks = hooks[:first]
         self._skips: Sequence[bool] | None = None
         self._probe_end: CacheHook | None = None
         if self.middle:
-            self._probe_end = hooks[max(first, 1) - 1]
+            self._probe_end = hooks[max(first, 1) - 1]  # with F = 0 the first block
         self._segments: list[Segment] = []
         self._before: Tensor | None = None
         self.restrict_to_blocks(None)
@@ -76,7 +76,7 @@ class DBCache:
                 runs[-1].append(hook)
             else:
                 runs.append([hook])
-        self._segments = [Segment(run, self._make(run[0].index)) for run in runs]
+        self._segments = [Segment(run, self._make_residuals(run[0].index)) for run in runs]
         self._starts = False
         self._decides = False
         self._waits_for_decision = False
@@ -92,7 +92,7 @@ class DBCache:
         self._before = None
         self._skips = None
         # Nobody waits for a decision, as each stage has the rules.
-        if self._is_known:
+        if self._rules_decide:
             self._apply_skips(self.decider.decide_by_rules(call))
             return
         for hook in self._probe_hooks:
@@ -118,8 +118,10 @@ class DBCache:
             segment.bypass_cache()
 
     def describe_call(self) -> Hashable | None:
-        """Describe what blocks do in the prepared call, besides using their inputs; None if a difference measured
-        within it decides."""
+        """Describe what decides, apart from their inputs, what the blocks do in the prepared call.
+
+        None if that is a difference which is measured during the call.
+        """
         has_probe = self._starts or self._decides
         if self._skips is None and has_probe:
             return None
@@ -139,8 +141,8 @@ class DBCache:
 
     @property
     def needs_control(self) -> bool:
-        """Return whether sizes of inputs after the probe count."""
-        return not self._is_known
+        """Return whether inputs that enter after the probe, such as a ControlNet's, must be measured."""
+        return not self._rules_decide
 
     @property
     def memory_bytes(self) -> int:
@@ -155,7 +157,7 @@ class DBCache:
             # A block may write into its input.
             self.decider.store_probes(probe.clone(), self._call, skips)
         self._send_and_apply_skips(skips)
-        assert hook.handle is not None
+        assert hook.handle is not None  # the segment has just replaced this method as the handler
         return hook.handle(hook, args, kwargs)
 
     def _run_probe_start(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,16 +171,16 @@ class DBCache:
 
     def _run_probe_end(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the last block of a probe, which may be its first, and decide."""
-        first = self._before
-        if first is None:
-            first = hook.read_tokens(args, kwargs).image.clone()
+        before = self._before
+        if before is None:
+            before = hook.read_tokens(args, kwargs).image.clone()
         self._before = None
         out = hook.forward(*args, **kwargs)
-        # The first block of the probe may be on an earlier stage.
         after = hook.unpack_tokens(out).image
+        # The first block of the probe may be on an earlier stage.
         if not self._starts and not self._hidden:
-            first = self._agreement.receive_probe_input(after, self._hooks[0].block)
-        probe = after.clone() if self._hidden else after - first
+            before = self._agreement.receive_probe_input(after, self._hooks[0].block)
+        probe = after.clone() if self._hidden else after - before
         skips = self.decider.decide_skips(probe, self._call, self._agreement)
         # Probes of left out steps are not stored, because nothing is compared with them.
         if not all(skips):

@@ -9,8 +9,8 @@ computed with it before. The number of calls is learnt in step 0, which every gr
 are sent: in an asynchronous micro-step of PipeFusion one patch of the prediction, and only on the last stage.
 
 **data**: each replica computes the model's rows of its own images, and all hold all images at the end. Every replica
-runs the pipeline on the latents of the whole batch, which is cheap. Noise is generated once for the batch, by one
-generator or a list, and also during the loop by a stochastic scheduler. So image k does not depend on the degree. In
+runs the pipeline on the latents of the whole batch, which is cheap. Noise is made for the whole batch, by one
+generator or a list, at the start and in the steps of a stochastic scheduler. So image k does not depend on `data`. In
 other replicas' rows a prediction is zero and latents are not read; they arrive after the last step. Each replica
 decodes its own images. With fewer images than replicas, those that have none compute the first image as well, and send
 none.
@@ -146,15 +146,15 @@ class CfgExchange:
             group = self.index
         return batch_slice._replace(branches=pick_even_chunk(batch_slice.branches, self.size, group))
 
-    def spread_calls(self, rows: Sequence[int]) -> list[list[range]]:
+    def spread_calls(self, branch_counts: Sequence[int]) -> list[list[range]]:
         """Return each group's branches in each call of a step, by the number of branches in each call."""
-        return spread_branches(rows, self.size, keeps_calls=self.keeps_calls)
+        return spread_branches(branch_counts, self.size, keeps_calls=self.keeps_calls)
 
-    def gains_from_calls(self, rows: Sequence[int]) -> bool:
+    def gains_from_calls(self, branch_counts: Sequence[int]) -> bool:
         """Return whether a step is over earlier if its calls are spread than if each is split by rows."""
         if self.keeps_calls:
             return False
-        return -(-sum(rows) // self.size) < count_most_in_rows(rows, self.size)
+        return -(-sum(branch_counts) // self.size) < count_most_in_rows(branch_counts, self.size)
 
     def exchange_branches(self, prediction: Tensor, batch_slice: BatchSlice, piece: Piece | None) -> None:
         """Fill in the other groups' rows of a full-size prediction that has this group's rows."""
@@ -179,19 +179,19 @@ class CfgExchange:
         for prediction, groups in zip(predictions, slices, strict=True):
             own.append(groups[self.index].select_batch(prediction if piece is None else piece.take(prediction)))
         # A group may have no rows: when guidance has ended, there may be fewer calls than groups.
-        counts = [sum(groups[group].slice_size for groups in slices) for group in range(self.size)]
-        whole = torch.cat(own)
-        shapes = [(count, *whole.shape[1:]) for count in counts]
-        parts = start_gather(whole, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
+        counts = [sum(call[group].slice_size for call in slices) for group in range(self.size)]
+        message = torch.cat(own)
+        shapes = [(count, *message.shape[1:]) for count in counts]
+        parts = start_gather(message, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
         for group, part in enumerate(parts):
             if group == self.index:
                 continue
-            sizes = [groups[group].slice_size for groups in slices]
+            sizes = [call[group].slice_size for call in slices]
             for prediction, groups, rows in zip(predictions, slices, part.split(sizes), strict=True):
                 if not len(rows):
                     continue
                 written = rows
-                # Only the fresh part has arrived.
+                # Only the fresh part has arrived: it goes into a copy of the rows, which is then written back.
                 if piece is not None:
                     written = groups[group].select_batch(prediction).clone(memory_format=torch.contiguous_format)
                     piece.put(written, rows)
@@ -211,24 +211,25 @@ class ReplicaImages:
 
     Args:
         axis: the ranks with the same place in each replica.
-        images: the total number of images.
+        num_images: the total number of images.
         traffic: counts bytes.
 
     Attributes:
         images: the images that this replica computes; the first replicas may have one more.
     """
 
-    def __init__(self, axis: Axis, images: int, traffic: Traffic) -> None:
+    def __init__(self, axis: Axis, num_images: int, traffic: Traffic) -> None:
         self._axis = axis
         self._traffic = traffic
-        self._num_images = images
+        self._num_images = num_images
         self.size = axis.num_ranks
-        self._counts = [len(pick_even_chunk(range(images), axis.num_ranks, rank)) for rank in range(axis.num_ranks)]
+        chunks = [pick_even_chunk(range(num_images), axis.num_ranks, rank) for rank in range(axis.num_ranks)]
+        self._counts = [len(chunk) for chunk in chunks]
         # Without an image of its own it computes the first one, so that all replicas make the same calls and messages.
-        self.images = pick_even_chunk(range(images), axis.num_ranks, axis.index) or range(1)
+        self.images = chunks[axis.index] or range(1)
 
     def view_own_images(self, batch: Tensor) -> Tensor:
-        """Return this replica's rows of `[copies * images, ...]`, as a view if there is one copy."""
+        """Return this replica's rows of `[copies * images, ...]`, with one or more copies; a view of one copy."""
         if self.size == 1:
             return batch
         # DiT's pipeline steps a copy of the latents for each branch of guidance.
@@ -242,7 +243,7 @@ class ReplicaImages:
         copies = [self.view_own_images(copy) for copy in latents.split(self._num_images)]
         return torch.cat([self._gather_images(own, LATENTS, "all") for own in copies])
 
-    def install_decoder(self, stack: ExitStack, vae: Any, to: Receivers, over: Callable[[], bool]) -> None:
+    def install_decoder(self, stack: ExitStack, vae: Any, to: Receivers, is_over: Callable[[], bool]) -> None:
         """Let each replica decode only its own images until the stack is closed.
 
         The decoded images come in order.
@@ -250,7 +251,7 @@ class ReplicaImages:
         Args:
             vae: decodes latents `[images, ...]`.
             to: the replicas that get the decoded images along this axis; the others get zeros.
-            over: returns whether the loop is over; before that, all images are decoded.
+            is_over: returns whether the loop is over; before that, all images are decoded.
         """
         # If the user replaced `decode`, it may compute with all images, so every replica calls it on all.
         if self.size == 1 or not hasattr(vae, "decode") or "decode" in list_replaced_methods(vae):
@@ -258,7 +259,7 @@ class ReplicaImages:
         decode = vae.decode
 
         def decode_own_images(z: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not over() or z.shape[0] != self._num_images:
+            if not is_over() or z.shape[0] != self._num_images:
                 return decode(z, *args, **kwargs)
             arguments = {"args": (z, *args), "kwargs": kwargs}
             own = slice_batch_arguments(arguments, self._num_images, self.view_own_images)
@@ -273,7 +274,7 @@ class ReplicaImages:
     def _gather_images(self, own: Tensor, kind: str, to: Receivers) -> Tensor:
         """Gather `own` of every replica in order; replicas that do not get it return zeros."""
         group = self._axis.group
-        own = own[: self._counts[self._axis.index]]
+        own = own[: self._counts[self._axis.index]]  # without the stand-in of a replica that has no images
         shapes = [(count, *own.shape[1:]) for count in self._counts]
         if to == "all":
             return torch.cat(start_gather(own, shapes, group, self._traffic, kind).wait_for_tensors())

@@ -2,7 +2,7 @@
 
 The exchange of a layer starts as soon as its keys exist and is waited for at the same layer of the next step, so it
 overlaps with the whole step. Text is computed by every rank and never exchanged. Each rank sends 2 (n - 1) / n of a
-layer's image tokens and keeps the keys of the whole image for every layer, which PipeFusion's stages divide.
+layer's image tokens and keeps the whole image's keys of all layers; PipeFusion's stages divide the layers.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class DistriFusionKeys:
         ranks = self.axis.num_ranks
         runs = collect_rank_runs(tokens, ranks)
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, ranks * tokens.patches)
-        # The messages of the last step write older keys, so they must be in the store before this step's are.
         sends_keys = not now.is_stale or now.keeps_keys
+        # The messages of the last step write older keys, so they must be in the store before this step's are.
         if store.incoming is not None:
             self._receive_patch_keys(store, tokens, 1, expects_more=sends_keys)
         # A synchronous step writes all keys, and may have fewer rows: guidance may have ended.
@@ -105,7 +105,7 @@ class DistriFusionKeys:
     def _forget_messages(self, tokens: LayerTokens) -> None:
         self._find_store(tokens).incoming = None
 
-    def _wait_for_messages(self, tokens: LayerTokens, *received: Tensor) -> None:
+    def _wait_for_messages(self, tokens: LayerTokens, *_: Tensor) -> None:
         incoming = self._find_store(tokens).incoming
         assert incoming is not None
         incoming.wait_for_works()
@@ -117,7 +117,7 @@ class DistriFusionKeys:
         step = self.now.micro_step.step
         ages = [int(self.now.is_stale)] * self.axis.num_ranks
         ages[self.axis.index] = 0
-        # The segments of the reference images come first.
+        # Two patches: the segments of the reference images come first, then those of the image.
         if tokens.patches > 1:
             ages = [schedule.compute_reference_age(step, age) for age in ages] + ages
         check.expect_ages(store, step, ages, f"{self.layer} in step {step}")
@@ -125,7 +125,7 @@ class DistriFusionKeys:
     def _mark_written(self, store: KeyStore, step: int, rank: int) -> None:
         """Record the step in which a rank's part of the image was written.
 
-        The references count as written too if the rank computed them.
+        The image's segments are the last ones; the references' count as written too if the rank computed them.
         """
         ranks = self.axis.num_ranks
         num_segments = len(store.written)
@@ -153,7 +153,7 @@ class DistriFusionKeys:
             sends.append((rank, fresh))
             receives.append((rank, (*fresh.shape[:2], num_tokens, *fresh.shape[3:])))
         keep = None
-        # The next step waits for these messages, and a recorded one must find them in memory that stays in place.
+        # The next step waits for these messages; a recorded step finds them only in memory that stays in place.
         if self.now.memory.keeps_buffers:
             keep = partial(self._keep_message, self.now.branch)
         bases = self.now.find_bases(self.layer, tuple(image_runs), fresh.shape)
@@ -165,7 +165,7 @@ class DistriFusionKeys:
     def _receive_patch_keys(self, store: KeyStore, tokens: LayerTokens, age: int, *, expects_more: bool) -> None:
         """Wait for the other ranks' keys from `age` steps ago and write them into the store.
 
-        With `expects_more` the layer sends its keys in this step too, so that messages are under way again at once.
+        With `expects_more` this step's messages replace these in the store; without it these are forgotten.
         """
         incoming = store.incoming
         assert incoming is not None

@@ -59,15 +59,16 @@ def build_png_texts(
     conditions: CallArguments | None,
     promise: JsonObject | None,
 ) -> dict[str, str]:
-    """Build the texts of an image's file about how it was made, without its prompt and seed.
+    """Build the texts that a file keeps about how its content was made, all but its prompt and seed.
 
     Args:
         conditions: what it starts from, as in `bind_conditions`.
-        promise: what bounds promised; none without bounds.
+        promise: what was promised for the request's bounds; None if it has none.
     """
     settings = cache.describe_settings(pictures.hide_local_path)
     config = settings.get("cache_config", {})
     if config.get("schedule") is not None:
+        # Above, the function is only for LoRAs.
         config["schedule"] = pictures.hide_local_path(config["schedule"])
     # A server keeps the inputs of requests under names of its own, so they are described by size and content.
     described: JsonObject = {}
@@ -130,7 +131,7 @@ def add_picture_texts(
     seed: int,
     drawn: Image.Image | Video | Sound,
 ) -> dict[str, str]:
-    """Return the texts of one image, video or sound: of its request, its prompt and seed, and as AUTOMATIC1111 has it.
+    """Return all texts of one image, video or sound: of its request, its prompt, its seed and AUTOMATIC1111's text.
 
     Args:
         texts, settings: the results of `build_png_texts` and `describe_settings`.
@@ -172,7 +173,7 @@ def _describe_frames(frames: Any, *, is_video: bool) -> str:
 
 
 def list_drawn(pipe: Any, result: Any) -> Sequence[Image.Image | Video | Sound]:
-    """List the images, the videos or the sounds of a pipeline's result: none for None, the result of other ranks."""
+    """List a result's images, videos or sounds. The result is None, and the list empty, on ranks that get none."""
     if result is None:
         return []
     images: Sequence[Image.Image] | None = getattr(result, "images", None)
@@ -207,8 +208,10 @@ def encode_drawn(
     texts: Mapping[str, str],
     sound: Sound | None = None,
 ) -> tuple[bytes, bytes | None]:
-    """Encode an image, a video with its sound, or a sound as the bytes of a file, and the poster of a video. See
-    `encode_picture`, `encode_video`, `encode_wav`."""
+    """Return the bytes of the file, and those of the poster if it is a video.
+
+    See `encode_picture`, `encode_video` and `encode_wav`.
+    """
     from PIL import Image
 
     if isinstance(drawn, Image.Image):
@@ -227,7 +230,7 @@ def write_drawn(
     format = pictures.PICTURE_FORMATS.get(suffix, suffix.removeprefix("."))
     content, poster = encode_drawn(drawn, format, pictures.FILE_QUALITY, fps, texts, sound)
     try:
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(exist_ok=True)  # the folder of --out-dir may be new
         # A poster says that its video is whole, so it is written last.
         if poster is not None:
             videos.build_poster_path(file).unlink(missing_ok=True)

@@ -16,12 +16,12 @@ from ditile.serve.api.answers import RequestError
 # An upper bound of every count, before the limits of the server are checked.
 MOST = 2**31
 # Control characters, and halves of surrogate pairs, which tokenizers reject.
-_NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+_NOT_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 FieldsT = TypeVar("FieldsT", bound=BaseModel)
 
 
-def _refuse_no_text(text: str) -> str:
-    match = _NO_TEXT.search(text)
+def _refuse_control_characters(text: str) -> str:
+    match = _NOT_TEXT.search(text)
     if match:
         raise ValueError(f"holds U+{ord(match[0]):04X}, which is not text; leave it out")
     return text
@@ -34,7 +34,7 @@ def _refuse_bool(value: Any) -> Any:
     return value
 
 
-Text = Annotated[str, AfterValidator(_refuse_no_text)]
+Text = Annotated[str, AfterValidator(_refuse_control_characters)]
 Whole = Annotated[int, BeforeValidator(_refuse_bool)]
 Real = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
 Count = Annotated[Whole, Field(ge=1, le=MOST)]
@@ -61,23 +61,25 @@ class RequestFields(BaseModel):
     size: Text | None = Field(None, description="WxH in pixels, or auto: the model's own", examples=["1024x1024"])
     width: Count | None = Field(None, description="pixels, instead of size", examples=[1024])
     height: Count | None = Field(None, description="pixels, instead of size", examples=[1024])
-    seed: Seed | None = Field(None, description="of the first image; random by default, and answered", examples=[7])
+    seed: Seed | None = Field(
+        None, description="of the first image; random by default, and in the answer", examples=[7]
+    )
     num_inference_steps: Count | None = Field(None, description="denoising steps", examples=[28])
     guidance_scale: Real | None = Field(None, description="how strongly the prompt guides", examples=[3.5])
-    true_cfg_scale: Real | None = Field(None, description="the same by a second branch", examples=[4.0])
+    true_cfg_scale: Real | None = Field(None, description="how strongly, by a second call of the model", examples=[4.0])
     negative_prompt: Text | None = Field(None, description="what to keep out", examples=["blurry"])
     strength: Real | None = Field(None, description="how far the result may depart from the image", examples=[0.6])
     lora: Text | LoraField | dict[Text, Real] | None = Field(
-        None, description="a LoRA of the server, or name: scale of several", examples=[{"style": 0.8}]
+        None, description="a LoRA of the server, or an object of name: scale", examples=[{"style": 0.8}]
     )
     computed_steps: Count | None = Field(
         None, description="steps that call the model; the others are forecast", examples=[10]
     )
     within_seconds: Annotated[Real, Field(gt=0)] | None = Field(
-        None, description="compute as many steps as take at most so long", examples=[4]
+        None, description="seconds; as many steps compute as fit in them", examples=[4]
     )
     min_psnr: Annotated[Real, Field(gt=0)] | None = Field(
-        None, description="compute the fewest steps with this mean PSNR (dB) to the image of all", examples=[45]
+        None, description="dB; the fewest steps compute that keep this mean PSNR to all steps", examples=[45]
     )
     timeout: Annotated[Real, Field(gt=0)] | None = Field(
         None, description="seconds after which the job is ended", examples=[60]
@@ -128,7 +130,7 @@ class RemixFields(BaseModel):
 
 
 def parse_fields(fields_class: type[FieldsT], values: JsonObject, facts: ModelFacts) -> FieldsT:
-    """Parse the fields of a body. A null or an empty text counts as missing.
+    """Parse the fields of a body. A null or an empty text counts as missing, but an empty prompt has its own error.
 
     Raises `RequestError` if a field has the wrong type or is missing; the message suggests the model's own value.
     """

@@ -52,7 +52,7 @@ async def list_videos(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """Return the videos of a key, the newest first."""
+    """Return a page of the videos of this API key's owner, in the order that is asked for."""
     service = find_service(http)
     owner = find_owner(http)
     is_descending = order == "desc"
