@@ -91,8 +91,7 @@ def test_cached_steps_are_the_probe_and_what_was_added_before(made: Made) -> Non
 
 @pytest.mark.nightly
 def test_pruned_blocks_add_what_they_added_before(made: Made) -> None:
-    """To the bit. A failure means that a block is compared with, or replaced by, another; for blocks of one stream
-    DBPrune raised a TypeError elsewhere."""
+    """To the bit. A failure means that a block is compared with, or replaced by, another."""
     name, model, _ = made
     hand = HandPrune(model, find_block_lists(model), threshold=MIDDLE)
     by_hand = outputs(name, hand)

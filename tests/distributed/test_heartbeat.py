@@ -94,8 +94,7 @@ def test_a_rank_whose_next_call_raises_too_is_not_forgiven_the_first(clock: Cloc
 
 @pytest.mark.parametrize("end", [note(leave=7), note(leave=7, error=ERROR), note(leave=7) + note(enter=8)])
 def test_ranks_that_have_all_left_may_go_on(clock: Clock, end: bytes) -> None:
-    """All raise alike, or the error came behind the last message. A failure means that a script which catches errors
-    on all ranks is ended."""
+    """All raise alike. A failure means that a script which catches errors on all ranks is ended."""
     first, second = ranks = two_ranks()
     for rank in ranks:
         rank.signs.read_signs(note(enter=7))

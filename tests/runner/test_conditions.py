@@ -156,8 +156,7 @@ def test_one_reference_is_not_composed_twice() -> None:
 
 
 def test_several_pictures_are_references_and_one_is_a_frame() -> None:
-    """MiniMax-H3's `--image`. A failure means that a second picture is refused or lost, or that its blocks do not know
-    what they are given."""
+    """MiniMax-H3's `--image`. A failure means that a second picture is refused or lost, or unknown to its blocks."""
     taken = read_call_conditions(MiniMaxH3Blocks().init_pipeline())
     first, second = Image.new("RGB", (96, 64), "red"), Image.new("RGB", (64, 64), "blue")
     assert bind_conditions(taken, {"image": [first], "last_image": second}) == {"image": first, "last_image": second}

@@ -191,8 +191,7 @@ def test_kronecker_factors_are_applied_or_refused() -> None:
 def test_loras_of_text_encoders_are_edited(
     folders: dict[str, Path], name: str, file: str, text: str, after: str
 ) -> None:
-    """A failure means that the text encoder's part of a LoRA is lost, refused where the encoder is not, or misses
-    encoders that wait for the next call."""
+    """A failure means that the text encoder's part of a LoRA is lost, refused without need, or misses encoders."""
     folder = folders[name]
     plain, pipe = MAKE[name](), MAKE[name]()
     runner: Any = parallelize(pipe, Plan(pipefusion=2, text=text, **EXACT), text_after=after)  # type: ignore[arg-type]

@@ -110,8 +110,7 @@ def logged() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("name", [*RESCALED, *GUIDERS, "hunyuan-image"])
 def test_a_statistic_of_the_whole_prediction(pool: Pool, name: str) -> None:
-    """A failure means a picture of other contrast on some ranks, an approximation in silence, or a refusal where there
-    is nothing stale."""
+    """A failure means another contrast on some ranks, an approximation in silence, or a needless refusal."""
     found = {ranks: pool.run(guide, ranks, name, ranks) for ranks in (1, 2, 3)}
     one, lines = found[1][0]
     for ranks, rows in found.items():
