@@ -1,9 +1,9 @@
 """Weights that are stored in blocks, like those of GGUF and torchao: how they are measured, cut, and copied.
 
-A row of such a weight is a sequence of blocks, each with its own scales: Q4_K has 256 numbers in 144 bytes, Q8_0 32 in
-34. torchao keeps scales in a separate tensor, often one for a row. Whole rows can be cut anywhere; within a row, a part
-begins and ends at the borders of blocks. A weight is unpacked each time that it is multiplied, so a rank with a share
-of the blocks computes with the same numbers.
+A row of such a weight is a sequence of blocks, each with its own scales: a block of Q4_K has 256 numbers in 144 bytes,
+one of Q8_0 has 32 in 34. torchao keeps scales in a separate tensor, often one scale for each row. A weight can be cut
+between any two rows; within a row, only between two blocks. A weight is unpacked each time that it is multiplied, so a
+rank with a share of the blocks computes with the same numbers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 CONVROT = "ConvRotInt8"
 """Weights in int8, with a scale for each row, whose columns are rotated in groups."""
 TORCHAO_CLASSES = ("Int8Tensor", "Float8Tensor", CONVROT)
-"""Classes with torchao's base, with an element for each number, and one scale for a row, a part of a row or the
-whole."""
+"""Subclasses of torchao's base tensor with one stored element for each number. A scale is that of a row, a part of a
+row, or the whole weight."""
 
 
 class RowBlocks(NamedTuple):
@@ -42,7 +42,7 @@ def find_row_blocks(weight: Any) -> RowBlocks | None:
     """
     # By name, because diffusers' and torchao's modules cannot be imported where the packages are not installed.
     name = type(weight).__name__
-    # A scale for each input would have to be cut with the inputs.
+    # `act_pre_scale` has a factor for each input, and would have to be cut with the inputs.
     if getattr(weight, "act_pre_scale", None) is None and name in TORCHAO_CLASSES:
         return describe_row_blocks(name, weight.block_size, weight.shape)
     if name != "GGUFParameter":
@@ -65,7 +65,7 @@ def describe_row_blocks(
     if name not in TORCHAO_CLASSES or block_size is None or len(block_size) != 2:
         return None
     rows, numbers = block_size
-    # The columns of a group are rotated together, though a scale is that of a whole row.
+    # A block is a group of columns that are rotated together, although one scale belongs to a whole row.
     if name == CONVROT:
         return RowBlocks(name, numbers, numbers)
     # A scale of the whole weight, or of whole rows, holds for any part.
@@ -77,7 +77,7 @@ def describe_row_blocks(
 
 
 def is_block_linear(linear: Any) -> bool:
-    """Return whether a Linear is diffusers' own for such weights, also before its weight is read."""
+    """Return whether a Linear is of diffusers' class for GGUF weights; it is so even before its weight is read."""
     return type(linear).__name__ == "GGUFLinear"
 
 
@@ -106,10 +106,10 @@ def take_pieces(
         # Scales and zero points have one element for each block, or one for the whole dimension.
         if tensor.ndim == whole.ndim and tensor.shape[dim] > 1:
             size = whole.shape[dim] // tensor.shape[dim]
-            own_pieces = []
+            block_pieces = []
             for piece in pieces:
-                own_pieces.append(slice(piece.start // size, piece.stop // size))
-            tensor = take_pieces(tensor, dim, own_pieces)
+                block_pieces.append(slice(piece.start // size, piece.stop // size))
+            tensor = take_pieces(tensor, dim, block_pieces)
         tensors[name] = tensor.clone()
     block_size = list(whole.block_size)
     length = sum(piece.stop - piece.start for piece in pieces)
@@ -121,9 +121,9 @@ def take_pieces(
 
 
 def locate_number(weight: Any, dim: int, number: int) -> int:
-    """Return where a number of a dimension begins in the stored elements.
+    """Convert a place along a dimension, counted in numbers, to one counted in stored elements.
 
-    A number within a row has to be the first of a block.
+    A place within a row must be the beginning of a block.
     """
     row_blocks = find_row_blocks(weight)
     if row_blocks is None or dim < weight.ndim - 1:
@@ -133,7 +133,7 @@ def locate_number(weight: Any, dim: int, number: int) -> int:
 
 
 def unpack_weight(linear: Any) -> Tensor:
-    """Return the weight of a Linear in the form its own forward multiplies."""
+    """Return the weight of a Linear in the form that its forward multiplies."""
     weight: Tensor = linear.weight
     # The weights of torchao unpack themselves when they are multiplied.
     if type(weight).__name__ != "GGUFParameter":
@@ -145,7 +145,7 @@ def unpack_weight(linear: Any) -> Tensor:
 
 
 def make_parameter_like(original: Any, stored: Tensor) -> nn.Parameter:
-    """Make a parameter with other memory, stored like the original."""
+    """Make a parameter of stored elements in the format of the original."""
     if type(original).__name__ == "GGUFParameter":
         parameter: nn.Parameter = type(original)(stored, quant_type=original.quant_type)
         return parameter

@@ -42,8 +42,8 @@ class AttentionCore:
         exchange: trades tokens for heads, and back.
         keys: attends to the keys as they come, to stored ones, or in a ring.
         masks: gathers the masks of the keys.
-        kind: the kind of its tokens, as in `ListAnatomy.attention`: one letter, or one for queries and one for keys; or
-            with a marker of further keys, which every rank has whole (`FURTHER`).
+        kind: the kind of its tokens, as in `ListAnatomy.attention`: one letter, or one for queries and one for keys,
+            with the marker `FURTHER` if there are further keys, of which every rank has all.
         turn: an integer tensor. Layers that share it stay in order where they are compiled (`CustomOp`).
 
     Attributes:
@@ -143,25 +143,25 @@ class AttentionCore:
         Raises:
             ModelError: if a mask differs between queries, or has an unexpected number of keys.
         """
-        own = q.shape[1]
-        count = k.shape[1] - own
+        num_own = q.shape[1]
+        num_further = k.shape[1] - num_own
         heads = q.shape[2]
-        place = tokens.locate_further_keys(self._further, own)
-        k, further_k = _take_apart(k, place, count, 1)
-        v, further_v = _take_apart(v, place, count, 1)
+        place = tokens.locate_further_keys(self._further, num_own)
+        k, further_k = _take_apart(k, place, num_further, 1)
+        v, further_v = _take_apart(v, place, num_further, 1)
         further_mask = None
         if mask is not None:
-            # It becomes a mask of tokens and one of `count` further keys.
-            is_whole = mask.shape[-1] == tokens.length + count
-            if not is_whole and mask.shape[-1] != own + count:
+            # It is split into a mask of the tokens' keys and one of the further keys.
+            is_whole = mask.shape[-1] == tokens.length + num_further
+            if not is_whole and mask.shape[-1] != num_own + num_further:
                 raise ModelError(
-                    f"an attention mask of {mask.shape[-1]} keys came with {own} keys of tokens and {count} others; "
-                    "use a plan of data or cfg"
+                    f"an attention mask of {mask.shape[-1]} keys came with {num_own} keys of tokens and {num_further} "
+                    "others; use a plan of data or cfg"
                 )
-            # A whole mask has the keys of the sequence, otherwise it has those of this rank's tokens.
-            length = None if is_whole else own
+            # A whole mask covers the keys of the sequence, any other covers the keys of this rank's tokens.
+            length = None if is_whole else num_own
             mask, further_mask = _take_apart(
-                mask, tokens.locate_further_keys(self._further, length), count, mask.ndim - 1
+                mask, tokens.locate_further_keys(self._further, length), num_further, mask.ndim - 1
             )
             further_mask = expand_mask(further_mask, q.shape[0])
             if further_mask.shape[2] > 1:
@@ -173,7 +173,7 @@ class AttentionCore:
         # This is the place of the further keys once the dummies are left out.
         if tokens.dummies_first:
             place -= min(place, tokens.dummies)
-        place = min(place, own - tokens.dummies)
+        place = min(place, num_own - tokens.dummies)
         return k, v, mask, FurtherKeys(further_k, further_v, further_mask, place)
 
     def _attend_to_heads(
@@ -196,7 +196,7 @@ class AttentionCore:
         if q.shape[2]:  # there may be more ranks than heads
             out = self._keys.attend_to_keys(q, k, v, keys, AttentionOptions(key_padding_mask, scale, further))
         out = self._exchange.exchange_heads_for_tokens(out, tokens, heads)
-        # There are no dummies, or the output has them.
+        # The output already has its dummies, or there are none.
         if out.shape[1] > tokens.rank_lengths[tokens.index] or not tokens.dummies:
             return out
         # The block expects as many tokens as it gave.
@@ -217,12 +217,12 @@ class LocalKeyMaskSource:
             ModelError: if it differs between queries and does not cover all keys.
         """
         mask = expand_mask(mask, batch)
-        own = tokens.rank_lengths[tokens.index]
+        num_own = tokens.rank_lengths[tokens.index]
         runs = tokens.runs[tokens.index]
-        is_partial = own != tokens.length
+        is_partial = num_own != tokens.length
         if is_partial and mask.shape[2] == tokens.length:
             mask = take_runs(mask, runs, 2)
-        elif mask.shape[2] == own + tokens.dummies:
+        elif mask.shape[2] == num_own + tokens.dummies:
             mask = mask[:, :, tokens.real_tokens]
         covers_sequence = is_partial and mask.shape[3] == tokens.length
         if mask.shape[2] > 1:
@@ -238,7 +238,7 @@ class FreshKeys:
     """The keys of this call only: none is stale.
 
     Args:
-        gather: gathers the keys of all ranks; None if no other rank has any.
+        gather: gathers the keys of all ranks; None if no other rank has keys.
     """
 
     def __init__(self, kernel: AttentionKernel, gather: KeyGather | None = None) -> None:
@@ -258,10 +258,10 @@ class FreshKeys:
 
 @dataclass(frozen=True, slots=True)
 class StaleKeys:
-    """PipeFusion: fresh keys of a patch replace its stale ones in the layer's store; the patch attends to the whole.
+    """PipeFusion: a patch's fresh keys replace stale ones in the layer's store, and the patch attends to all of it.
 
-    In a synchronous step nothing is stale; if the next step is asynchronous, its keys are kept (arXiv 2405.14430,
-    section 3.4). Ranks that split the patch by ring or gather exchange its fresh keys once, so that all have the same.
+    In a synchronous step nothing is stale; its keys are kept if the next step is asynchronous (arXiv 2405.14430,
+    section 3.4). Ranks that split a patch by ring or gather exchange its fresh keys once, so that their stores agree.
 
     Attributes:
         now: the generation under way.
@@ -325,17 +325,17 @@ class StaleKeys:
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, tokens.patches)
         ages = now.schedule.compute_key_ages(now.micro_step)
         if not tokens.image:
-            # A text is computed with the first patch of the image. Reference images come before it, and attend to the
-            # text of the step before.
+            # The text is computed with the first patch of the image. Patches of references come earlier, and attend to
+            # the text of the step before.
             ages = (int(patch < now.schedule.num_references),) * len(ages)
         check.expect_ages(store, step, ages, f"{self.layer} at {now.micro_step} branch {now.branch}")
 
 
 def _take_apart(x: Tensor, at: int, count: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Split off `count` places from `at` on along a dimension; return the rest and those places."""
+    """Take `count` places from `at` on along a dimension out of a tensor; return the other places, and these."""
     rest = x.shape[dim] - at - count
     before, taken, after = x.split([at, count, rest], dim)
-    # If everything else is on one side, a view of it is enough.
+    # If all other places are on one side, a view of them is enough.
     if not at:
         return after, taken
     if not after.shape[dim]:
@@ -345,5 +345,5 @@ def _take_apart(x: Tensor, at: int, count: int, dim: int) -> tuple[Tensor, Tenso
 
 @lru_cache(maxsize=4096)
 def merge_rank_runs(tokens: LayerTokens) -> tuple[range, ...]:
-    """Return the positions of all ranks' tokens in the sequence."""
+    """Return the positions of all ranks' tokens in the sequence, in rank order."""
     return merge_ranges(run for runs in tokens.runs for run in runs)

@@ -1,4 +1,4 @@
-"""Kernels: `(q, k, v) -> out` in `[B, S, N, H]`, also with log-sum-exp; the choice does not depend on the split.
+"""Kernels: `(q, k, v) -> out` in `[B, S, N, H]`, also with log-sum-exp; the kernel does not depend on the split.
 
 A backend of diffusers that calls the core of a layer is registered in addition to the stock ones. Only processors that
 have an `AttentionCore` name it, so nothing process-wide changes: text encoders, VAE and other pipelines never reach it.
@@ -31,7 +31,7 @@ ATEN_KERNELS = {
     AttentionBackendName._NATIVE_EFFICIENT: "efficient",
     AttentionBackendName._NATIVE_CUDNN: "cudnn",
 }
-"""Backends whose log-sum-exp comes from torch's own kernels; for an empty name `choose_fused_kernel` chooses one."""
+"""Backends -> the kernel of torch that gives their log-sum-exp; for an empty name `run_fused_kernel` chooses one."""
 
 LSE_ARGUMENTS = {
     AttentionBackendName.FLASH: ("return_lse", True),
@@ -71,12 +71,12 @@ class DiffusersKernel:
         mask: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attend from `[B, S, N, H]` to the same."""
+        """Return the attention output for q, k and v, all `[B, S, N, H]`."""
         # Only what is needed is passed: some backends do not know masks or grouped heads.
         options: dict[str, Any] = {}
         if mask is not None:
             options["attn_mask"] = mask
-            # Few kernels take a mask with grouped heads, and the one of torch that does makes all scores at once.
+            # Few kernels take a mask with grouped heads, and the kernel of torch that does keeps all scores in memory.
             k, v = _repeat_grouped_heads(q, k, v)
         if k.shape[2] != q.shape[2]:
             options["enable_gqa"] = True
@@ -123,15 +123,15 @@ NATIVE = DiffusersKernel(AttentionBackendName.NATIVE)
 
 
 def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, *, lse: bool) -> DiffusersKernel:
-    """Return the kernel with a name after trying it once on a few numbers.
+    """Return a kernel after trying it once on a few numbers.
 
     Args:
-        name: diffusers' name for it: native, _native_cudnn, flash, sage and so on.
+        name: diffusers' name of the kernel: native, _native_cudnn, flash, sage and so on.
         device, dtype: of q, k and v.
         lse: whether the log-sum-exp will be needed.
 
     Raises:
-        ModelError: if it is unknown, or cannot run here.
+        ModelError: if the kernel is unknown, or cannot run on the device.
     """
     known = [backend.value for backend in AttentionBackendName]
     if name not in known:
@@ -167,7 +167,7 @@ def run_fused_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp `[B, S, N]` for q, k and v `[B, S, N, H]`.
 
-    An empty name chooses a kernel of torch that suits the call.
+    If the name is empty, a kernel that suits the call runs. On a CPU there is only one.
 
     Raises:
         ModelError: if there is a mask and the named kernel takes none.
@@ -208,7 +208,7 @@ def run_fused_kernel(
 def choose_fused_kernel(device: torch.device, dtype: torch.dtype, size: int) -> str:
     """Return the name of torch's kernel for a call without a mask.
 
-    Flash needs half precision and a GPU that supports it.
+    Flash needs half precision, at most 256 channels in a head, and a GPU that supports it.
 
     Args:
         device, dtype: of q, k and v.
@@ -273,7 +273,7 @@ def dispatch_to_core(
     enable_gqa: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """Pass q, k and v `[B, S, N, H]` to the layer's core, or to the kernel if it has none.
+    """Pass q, k and v `[B, S, N, H]` to the layer's core (`_parallel_config`), or to the kernel if there is none.
 
     Raises:
         ModelError: if attention is causal or has dropout.

@@ -25,16 +25,16 @@ from ditile.model.hooks.overrides import override_attribute
 _NAME = apply_rotary_emb.__name__
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TABLE = "_ditile_rotary"
-"""The attribute of a tensor of sines that has the table made of it."""
+"""The attribute of a tensor of sines that stores the table made from it."""
 
 
 class _RotaryTable(NamedTuple):
     """Cosines and sines, shaped and signed for the multiplication.
 
     Attributes:
-        scope: where it was made: tables are not read from other recordings.
+        scope: marks where it was made: a recording does not read a table that was made outside of it.
         source: the original cosines.
-        version: of the original sines, which rises with each write in place: a pipeline may fill the same tensor again.
+        version: the version of the original sines. Each write raises it: a pipeline may fill the same tensor again.
         sequence_dim: the dimension of tokens.
         cos, sin: for `[B, S, N, H]` or `[B, N, S, H]`; the first sine of each pair is negated.
     """
@@ -101,7 +101,7 @@ class RotaryEmbedding:
         ):
             evens, odds = sin.unflatten(-1, (-1, 2)).unbind(-1)
             signed = torch.stack((-evens, odds), -1).flatten(-2)
-            # Adds the dimensions of batch and heads; heads stand before or after the tokens.
+            # The tables get dimensions for batch and heads; the heads come before or after the tokens.
             heads_dim = 2 if sequence_dim == 1 else 1
             wide_cos = cos[None].unsqueeze(heads_dim).to(x.device)
             wide_sin = signed[None].unsqueeze(heads_dim).to(x.device)
@@ -124,14 +124,14 @@ class RotaryEmbedding:
         return call.__globals__.get(_NAME) is apply_rotary_emb and _NAME in call.__code__.co_names
 
     def copy_processor(self, processor: Any) -> Any:
-        """Copy such a processor, so that it applies rotary embeddings by this object."""
+        """Copy a processor for which `is_applied_by` holds; the copy applies rotary embeddings with this object."""
         stock = type(processor)
         if stock not in self._classes:
             # A subclass that runs the same `__call__`, with another function under the name of `apply_rotary_emb`.
             call: Any = stock.__call__
-            names = {**call.__globals__, _NAME: self.rotate_pairs}
-            twin_call = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-            # FunctionType does not take the defaults of arguments that are given by name only.
+            twin_globals = {**call.__globals__, _NAME: self.rotate_pairs}
+            twin_call = FunctionType(call.__code__, twin_globals, call.__name__, call.__defaults__, call.__closure__)
+            # FunctionType does not take the defaults of keyword-only arguments.
             twin_call.__kwdefaults__ = call.__kwdefaults__
             contents = {"__call__": functools.update_wrapper(twin_call, call), "__module__": stock.__module__}
             self._classes[stock] = type(stock.__name__, (stock,), contents)

@@ -30,8 +30,8 @@ from ditile.plan.stages import cut_stages
 RIDGE = {1: 256, 2: 256, 4: 32}
 """Tokens below which reading the weights takes longer than using them, by the bytes of a number.
 
-The number for 16 bits and less is that of data-centre GPUs (600 TFLOP/s, 3 TB/s); for 32 bits it is between GPUs and
-CPUs.
+The number for 16 bits and less is that of data-centre GPUs (600 TFLOP/s, 3 TB/s); the number for 32 bits lies between
+those of GPUs and of CPUs.
 """
 
 LATENT_SIDE = 128
@@ -60,7 +60,7 @@ class CostModel:
     Attributes:
         blocks: the matrices of each block; those of placeholders follow from the model's config.
         first, last: matrix entries of the embedding of the latents, and of the head.
-        side: token rows, and tokens in each, of the image that the model was made for.
+        side: the number of token rows, and of tokens in each row, in the image that the model was made for.
         text: the number of text tokens in joint attention.
         joint: where the text tokens are in the sequence.
         width: channels of a token.
@@ -147,7 +147,7 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
     if cost_model is None:
         if hooks.has_placeholders():
             hooks = hooks.copy_to_meta()
-        # Without the sizes of its images a weight costs the same in every block.
+        # If the sizes of the model's images are not known, the cost of a block is its number of weights.
         sizes = []
         for hook in hooks.chain:
             sizes.append(float(sum(math.prod(measure_weight(weight)) for weight in hook.block.parameters())))
@@ -159,17 +159,17 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
 
 def _count_block_matrices(hooks: TransformerHooks, hook: BlockHook, *, has_text: bool) -> BlockMatrices:
     """Count the linear layers that run in every micro-step, and the attention, of text too if the call `has_text`."""
-    row = hooks.anatomy
+    anatomy = hooks.anatomy
     text_modules = []
     for path, _ in hook.block.named_modules():
-        if _is_inside_any(path, row.text_modules):
+        if _is_inside_any(path, anatomy.text_modules):
             text_modules.append(path)
     # If no module sees only the text, a block that has the text computes it together with the image.
     takes_text = hook.anatomy.text is not None or hook.anatomy.joint != "none"
     stream = "both" if takes_text and not text_modules else "image"
     matrices = Counter[str]()
     # Constants, and modules that depend only on the step, are computed once for all patches.
-    computed_once = (*row.constant, *row.per_step)
+    computed_once = (*anatomy.constant, *anatomy.per_step)
     for path, module in hook.block.named_modules():
         if module._modules or _is_inside_any(f"{hook.name}.{path}", computed_once):
             continue

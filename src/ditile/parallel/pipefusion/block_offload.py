@@ -104,7 +104,7 @@ class _HostBlock:
         self.on_device: dict[int, list[Tensor]] = {}
 
     def pack_weights(self) -> None:
-        """Move the weights into one piece of memory, unless they are there."""
+        """Move the weights into one piece of memory, unless they are already there."""
         tensors = self._list_tensors()
         # Tensors are compared by identity, and by address because `.data` may have been replaced.
         places = [(id(entry.tensor), entry.address) for entry in tensors]
@@ -238,21 +238,21 @@ class BlockOffload:
         """Give the device its buffers within the context."""
         self.pack_weights()
         size = max(block.flat.numel() for block in self._blocks.values())
-        number = min(NUM_BUFFERS, len(self._blocks))
+        num_buffers = min(NUM_BUFFERS, len(self._blocks))
         ready = self._copies.mark_computed()
-        self._buffers = [_DeviceBuffer(size, self._copies.device, ready) for _ in range(number)]
+        self._buffers = [_DeviceBuffer(size, self._copies.device, ready) for _ in range(num_buffers)]
         try:
             yield
         finally:
             for buffer in self._buffers:
-                # A copy that no block waited for may be under way to memory that is given back here.
+                # A copy that no block waited for may still be writing into memory that is freed here.
                 if buffer.copied is not None:
                     self._copies.wait_for_copy(buffer.copied)
             self._buffers = []
             self._current = 0
             self._previous = None
             for block in self._blocks.values():
-                # The views of the buffers go with them.
+                # These views would keep the memory of the buffers.
                 block.on_device.clear()
 
     def wrap_forward(self, now: Generation, hook: BlockHook, is_last: bool, forward: ForwardCall) -> ForwardCall:

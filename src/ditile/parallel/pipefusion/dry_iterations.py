@@ -56,7 +56,7 @@ class DryIterations:
                 self._guiders.append((part, copy.deepcopy(vars(part))))
 
     def begin(self, step: int, patch: int) -> Tensor:
-        """Begin an iteration of a step that rehearses a patch, and return the timestep for the pipeline."""
+        """Begin an iteration that rehearses a patch in a step; return the timestep for the pipeline."""
         self.now.enter_micro_step(MicroStep(step, None))
         # The pipeline counts this iteration: it may choose models, and end guidance, by it.
         self.now.loop_step = step
@@ -74,7 +74,7 @@ class DryIterations:
             raise StateError(f"{self.pipeline} went on without stepping its scheduler")
 
     def is_plain_loop(self) -> bool:
-        """Return whether the first iteration was no rehearsal: no scheduler stepped, no model called."""
+        """Return whether the first iteration was no rehearsal, because it stepped no scheduler and called no model."""
         if self.streams:
             return False
         # A model was called, and its blocks were not computed: the pipeline cannot go on with that.

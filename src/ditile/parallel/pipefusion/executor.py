@@ -34,14 +34,14 @@ from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 
 
 class PipeFusion:
-    """One stage. The loop calls `begin_generation` to `send_stepped_patches`; block hooks call the other methods.
+    """One stage. A comment before each group of methods says who calls them.
 
     Args:
         mesh: the stage's place and groups, and the trace that records each op.
         owned: the places of this stage's blocks in the model.
-        plan: the number of patches, and its check.
+        plan: gives the number of patches, and checks it against the rows of tokens.
         joint: where the text is in the sequence.
-        streams: which tokens this rank has between the Linears of a block.
+        streams: says which tokens this rank has between the Linears of a block.
         warmup_group: computes synchronous steps together; None if stages compute them one after the other.
 
     Attributes:
@@ -180,11 +180,11 @@ class PipeFusion:
         self._widths.clear()
         self._micro_batches: list[range] = []  # of this call
         self._ops: Iterator[Op] = iter(())
-        self._start: Any = None  # of the computation of a call, for the trace
+        self._start: Any = None  # when the computation of a call began, for the trace
         self._latents: Sequence[Tensor] = ()
         self._own_calls: Sequence[int] = ()
         self.takes_latents = False
-        # Denoised patches that have arrived early: (step, patch) -> (number of the scheduler, its piece of the patch).
+        # Denoised patches that are not written yet: (step, patch) -> (number of a scheduler, its piece of the patch).
         self._taken: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
 
     def _list_send_channels(self) -> list[PeerChannel]:
@@ -198,8 +198,8 @@ class PipeFusion:
     def end_generation(self, *, clean: bool) -> None:
         """End a generation, and wait for sent messages unless it failed.
 
-        After an error the channels are useless. Before the first step nothing was sent, and a refusal there happens on
-        every rank.
+        After an error the channels are useless, but not before the first step: nothing was sent yet, and all ranks
+        refuse together.
         """
         clean = clean or not self._has_begun
         self.broken = not clean and self._mesh.world > 1
@@ -212,7 +212,7 @@ class PipeFusion:
         if self.warmup_group is not None:
             self.warmup_group.weight_stream.free_buffers()
         self._dummies.clear()
-        # This object outlives the call, whose keys and latents would stay in memory.
+        # This object outlives the call, and would keep its keys and latents in memory.
         self._latents = ()
         self._taken.clear()
         del self.generation
@@ -220,7 +220,7 @@ class PipeFusion:
     # The loop of the pipeline calls the methods below.
 
     def prepare_step(self, step: int, schedule: PatchSchedule) -> None:
-        """Prepare for a step; `schedule` now says for certain whether another one follows."""
+        """Prepare for a step; `schedule` now says for certain whether another step follows."""
         # The messages of two steps ago have arrived, because the previous step depended on them.
         for channel in self._list_send_channels():
             channel.release_old_sends()
@@ -260,7 +260,7 @@ class PipeFusion:
                     self.generation.pieces[stream][patch].put(latents[stream], piece)
 
     def _take_denoised_patches(self, micro: MicroStep, turn: int) -> None:
-        """Receive the denoised patches that may be back before a call; they are written in their turn."""
+        """Receive the denoised patches that are due before a call; `bring_latents` writes each in its turn."""
         assert self._latents_in is not None
         due = self.schedule.count_taken_patches(self.stage, micro, turn, len(self._own_calls))
         # The first patches are references, which are not denoised.
@@ -279,7 +279,7 @@ class PipeFusion:
     def _list_latent_keys(self, step: int, patch: int) -> list[MessageKey]:
         """List the messages of a denoised patch.
 
-        There is one for each scheduler that steps some of it, numbered like branches.
+        There is one for each scheduler that steps a part of the patch, with the scheduler's number as its branch.
         """
         keys = []
         for stream, pieces in enumerate(self.generation.pieces):
@@ -301,11 +301,11 @@ class PipeFusion:
         """
         now = self.generation
         self._num_sends_due -= 1
-        # In the first micro-step the last stage alone knows which call is the last.
+        # In the first micro-step only the last stage knows which call is the last.
         if self._num_sends_due or (now.calls is None and not self.is_last_stage):
             return
-        # Next is the next call of this micro-step, or the next micro-step after the last call. For the last stage it is
-        # always the next micro-step, because this stage sends only when it has stepped.
+        # This stage receives next for the next call of this micro-step, or after the last call for the next micro-step.
+        # The last stage sends only after it has stepped, so it always receives for the next micro-step.
         micro: MicroStep | None = now.micro_step
         calls = now.own_calls
         turn = 0
@@ -330,7 +330,7 @@ class PipeFusion:
     # The block hooks call the methods below.
 
     def begin_branch(self, form: CallForm) -> None:
-        """Cut the tokens of a call's form into patches, unless that is done."""
+        """Cut the tokens of a call into patches, unless tokens of this form are already cut."""
         now = self.generation
         if form.returns_text:
             self._check_second_stream(form)
@@ -349,8 +349,8 @@ class PipeFusion:
             now.layouts.pop(key)
             now.memory.forget_branch_keys(now.branch)
         self.plan.check(Facts(rows=form.grid.rows))
-        # With two stages both have the latents: the first one embeds them, and the last one steps them. Only with more
-        # is it worth the wait of `list_fed_blocks` for the device.
+        # With two stages both have the latents: the first one embeds them, and the last one steps them. With more
+        # stages, `list_fed_blocks` is worth its wait for the device.
         fed_blocks = form.list_fed_blocks() if self.stages > 2 else []
         if fed_blocks:
             if now.dry.patch is None and not now.findings.reads_latents_everywhere:
@@ -365,8 +365,8 @@ class PipeFusion:
         elif now.branch and (0, False) in now.layouts:
             # Every branch of guidance is cut like the first one, whatever the length of its text, because a patch of
             # the prediction is made from the same patch of each branch.
-            first = now.layouts[0, False].layout
-            layout = first.cut_alike(form.grid, form.text, form.start - self._start_of_image)
+            first_layout = now.layouts[0, False].layout
+            layout = first_layout.cut_alike(form.grid, form.text, form.start - self._start_of_image)
         else:
             layout = self._cut_first_branch(form)
         now.tokens = LayoutTokens(layout, now.shares, is_whole=now.is_whole)
@@ -456,9 +456,9 @@ class PipeFusion:
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch, micro_batch)
 
     def select_active_blocks(self, blocks: range) -> Collection[int]:
-        """Return the blocks whose hooks do something here.
+        """Return the blocks whose hooks do something on this stage.
 
-        These are the first block, the own blocks, and the first one after them.
+        These are the first block, the own blocks, and the first one after them; all blocks if a warmup group computes.
         """
         # This runs in every call, so the group is looked up only if there is one.
         if self.warmup_group is None or self._active_warmup_group is None:
@@ -481,9 +481,9 @@ class PipeFusion:
         return state
 
     def leave_blocks(self, state: TokenState) -> TokenState | None:
-        """Return all tokens: those of this patch are fresh, and other patches' are as they were last computed.
+        """Return all tokens: this patch's are fresh, and each other patch's are as they were last computed.
 
-        Returns None if nobody reads them.
+        Returns None if nobody reads the tokens.
         """
         now = self.generation
         group = self.warmup_group and self._active_warmup_group
@@ -509,7 +509,7 @@ class PipeFusion:
         if text is not None:
             own_text = text[:, : len(part.text)]
             all_text = self._gather_tokens("text", own_text, layout.text, [(part.text,) for part in parts])
-        # A whole step gathers only to keep all tokens, which patches of the next step return beside their own.
+        # A whole step gathers only to keep all tokens: a patch of the next step returns them along with its own.
         if now.has_all_image_tokens:
             return TokenState(image, text)
         return TokenState(all_image, all_text)
@@ -520,17 +520,17 @@ class PipeFusion:
         rows, _, width = own.shape
         batch_range = now.batch_range
         if batch_range is None:
-            whole = now.memory.get_persistent_buffer((stream, now.branch), (rows, length, width), own)
+            all_tokens = now.memory.get_persistent_buffer((stream, now.branch), (rows, length, width), own)
         else:
-            whole = now.memory.get_persistent_buffer((stream, now.branch), (now.batch, length, width), own)
-            whole = whole[batch_range.start : batch_range.stop]
+            all_tokens = now.memory.get_persistent_buffer((stream, now.branch), (now.batch, length, width), own)
+            all_tokens = all_tokens[batch_range.start : batch_range.stop]
         lengths = [sum(map(len, rank_runs)) for rank_runs in runs]
         if any(lengths):
             shapes = [(rows, count, width) for count in lengths]
             gathered = start_gather(own, shapes, self._sequence.group, self._traffic, "prediction").wait_for_tensors()
             for rank_runs, rank_tokens in zip(runs, gathered, strict=True):
-                write_runs(whole, rank_tokens, rank_runs, 1)
-        return whole
+                write_runs(all_tokens, rank_tokens, rank_runs, 1)
+        return all_tokens
 
     def end_transformer_call(self) -> None:
         """Count a call when the transformer returns."""
@@ -628,8 +628,8 @@ class PipeFusion:
             recording.note(self._receive_messages)
         else:
             messages = recording.receive_tensors(self._receive_messages, self._take_receive_ops)
-        parts = [message.flatten(1) for message in messages]
-        if not parts:
+        flat_messages = [message.flatten(1) for message in messages]
+        if not flat_messages:
             return state
         now = self.generation
         tokens = now.tokens
@@ -641,22 +641,22 @@ class PipeFusion:
             num_text_values = (own_text.stop - own_text.start) * text_width
             # The message of the first patch of the image begins with the text.
             first_patch = 0
-            if len(parts) > 1:
+            if len(flat_messages) > 1:
                 first_patch = tokens.layout.num_references
-            message = parts[first_patch]
+            message = flat_messages[first_patch]
             text = message[:, :num_text_values].unflatten(1, (-1, text_width)).contiguous()
-            parts[first_patch] = message[:, num_text_values:]
-        images = [x.unflatten(1, (-1, width)) for x in parts]
+            flat_messages[first_patch] = message[:, num_text_values:]
+        images = [x.unflatten(1, (-1, width)) for x in flat_messages]
         image = images[0]
         if len(images) > 1:
             # The patches' messages are joined into the tokens of a whole step.
-            whole = []
+            patch_tokens = []
             runs: list[range] = []
             for patch, x in enumerate(images):
                 patch_part = tokens.get_own_part(patch)
-                whole.append(self._streams.gather_stream(x, patch_part.image_tokens))
+                patch_tokens.append(self._streams.gather_stream(x, patch_part.image_tokens))
                 runs += patch_part.image
-            joined = torch.cat(whole, dim=1)
+            joined = torch.cat(patch_tokens, dim=1)
             merged = merge_ranges(runs)
             # A rank with all tokens of the image needs them in the model's order, which is not that of the patches.
             if now.has_all_image_tokens and len(merged) > 1:
@@ -667,7 +667,7 @@ class PipeFusion:
         return TokenState(_arrange_like(image, state.image), text)
 
     def _send_activations(self, state: TokenState) -> None:
-        # Every micro-step comes here, so the usual case saves a Python call.
+        # This runs in every micro-step, and without a recording `note` would be one Python call more.
         if CURRENT.recording is None:
             self._record_compute()
         else:

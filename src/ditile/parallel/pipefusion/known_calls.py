@@ -39,9 +39,9 @@ MAX_KNOWN_CALLS = 8
 def describe_call_shapes(pipe: Any, call: Mapping[str, Any]) -> Hashable:
     """Describe everything before the loop that may affect a rehearsal; calls that may be alike get equal descriptions.
 
-    That is the pipeline's class and config, and its schedulers and guiders with their settings. Of the arguments it is
-    the shapes of tensors and images, the number of prompts, and all other values except `IRRELEVANT_ARGUMENTS`. An
-    object of another type equals no other, so that such a call is always rehearsed.
+    A description has the pipeline's class and config, its schedulers and guiders with their settings, and of the
+    arguments the shapes of tensors and images, the number of prompts, and all other values except those of
+    `IRRELEVANT_ARGUMENTS`. An object of another type equals no other, so that such a call is always rehearsed.
     """
     parts: dict[str, Any] = {}
     attributes: dict[str, Any] = {}
@@ -114,14 +114,14 @@ class KnownCall:
     """The findings of a call's rehearsal, without any of its numbers.
 
     Attributes:
-        calls: the calls of models in its first iteration, named as in `Findings.forms`, with the text of
+        calls: the calls of models in its first iteration, each named as in `Findings.forms`, with the result of
             `describe_lengths`.
         results: the results of these calls by branch, and of other models' calls as in `OtherModels.results`; tensors
             are a single zero, repeated.
         other_inputs: the inputs of other models' calls, as in `OtherModels.inputs`.
         shapes: the shapes of the predictions that schedulers are stepped with.
         pieces: the pieces of the latents, by scheduler and patch.
-        findings: the findings of its generation; its forms are shared, so that those of later steps are kept too.
+        findings: a copy of its generation's findings that shares `forms`, so that forms of later steps are kept too.
         lets_group_rest: whether the warmup group rests.
     """
 
@@ -139,12 +139,12 @@ class KnownCall:
     ) -> KnownCall | None:
         """Return the findings of a rehearsal.
 
-        None if results cannot be made from shapes, or some steps are whole.
+        The result is None if calls' results cannot be made from shapes, or if several stages compute whole steps.
         """
         described = pytree.tree_map_only(
             Tensor, lambda x: x.new_zeros(()).expand(x.shape), (results, other_models.results)
         )
-        # Other results than tensors may be large.
+        # A result with objects other than tensors and plain values is not kept, because they may be large.
         has_others = any(
             not isinstance(leaf, Tensor | str | int | float | None) for leaf in pytree.tree_leaves(described)
         )

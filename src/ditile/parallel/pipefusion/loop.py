@@ -59,7 +59,7 @@ class Loop:
         plan: the patches and the warmup.
         split: how ranks split the tokens.
         kept_buffers: memory for keys and values that stays in place between calls, because recorded calls read it.
-        may_change: whether the model, or its mode, changes between the steps of a call.
+        may_change: whether the model, or its mode, may change between the steps of a call.
         serial_plan: the plan for calls in which the warmup group rests; None if it never does.
 
     Attributes:
@@ -67,7 +67,7 @@ class Loop:
         lets_group_rest: whether the warmup group rests in the next call.
         call_shapes: the shapes of the next call, see `describe_call_shapes`.
         has_timed_guidance: whether the next call may call the model more often in some steps.
-        recorder: records the model's calls of the next call, or says why it does not.
+        recorder: records the model's calls in the next call of the pipeline, or says why it does not.
         forecasts: predicts the model's outputs in steps that do not call it; None if every step calls it.
         generation: the current generation; it is not under way outside of the pipeline's loop.
         num_steps: the steps of the current generation; fewer once ranks have agreed to end early.
@@ -406,7 +406,7 @@ class Loop:
         micro_steps = self._schedule.list_micro_steps(step)
         if step in self._schedule.late:
             return [(micro, loop_step) for loop_step, micro in product(self._run, micro_steps)]
-        # A patch runs through the steps without a call at once, so that no stage waits for other patches.
+        # A patch goes through all steps without a call before the next patch does, so that no stage waits for others.
         return list(product(micro_steps, self._run))
 
     @property
@@ -419,7 +419,7 @@ class Loop:
         return now.loop_step == self._run[-1]
 
     def _drive_dry_iterations(self, timesteps: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield a timestep again if the pipeline was interrupted before it had stepped its schedulers."""
+        """Yield the timesteps, each again if the pipeline was interrupted before it had stepped its schedulers."""
         for timestep in timesteps:
             self._begin_iteration(timestep)
             yield timestep
@@ -533,7 +533,7 @@ class Loop:
     def _find_stream(self, scheduler: Any) -> SteppedLatents | None:
         """Return the latents that a scheduler steps; None if its own method steps them.
 
-        That is so outside of the loop, and for whole latents.
+        Only other schedulers than the pipeline's do so: outside of the loop, and for whole latents of one replica.
 
         Raises:
             StateError: if the pipeline's own scheduler is stepped outside of the loop, or another one for the first
@@ -569,7 +569,7 @@ class Loop:
             if known_stream is not None and known_stream.scheduler is scheduler:
                 stream = known_stream
                 break
-        # If latents are whole, the scheduler itself is stepped.
+        # Whole latents are scaled and stepped by the scheduler itself.
         if stream is None or not (self._has_partial_latents or self.generation.is_dry):
             return stock(sample, *args, **kwargs)
         patches: Sequence[int] = range(1)
@@ -673,8 +673,8 @@ class Loop:
         for place, value in call.extra.items():
             if isinstance(value, PatchExtra):
                 extra[place] = None
-        zeros = replace(call, prediction=torch.zeros_like(call.prediction), extra=extra)
-        result = self._get_copies(stream).step_on_corner(zeros, call.sample, closes=False)
+        zero_call = replace(call, prediction=torch.zeros_like(call.prediction), extra=extra)
+        result = self._get_copies(stream).step_on_corner(zero_call, call.sample, closes=False)
         # The pipeline may set the index back, or ask for the noise of the next step, so the index is set here.
         if blended_step is None:
             stream.set_step_index(now.micro_step.step + 1)

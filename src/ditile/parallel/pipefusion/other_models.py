@@ -55,7 +55,7 @@ class OtherModels:
             self.forget_results()
 
     def forget_results(self) -> None:
-        """Forget the results after the loop."""
+        """Forget the results and inputs of all calls."""
         self.results.clear()
         self.inputs.clear()
 
@@ -76,12 +76,12 @@ class OtherModels:
             if key in self.results and inputs == self.inputs.get(key):
                 return self.results[key]
             # The model may share modules with the transformer, like Z-Image's: their results must not be remembered.
-            surveyed = now.is_surveyed
+            was_surveyed = now.is_surveyed
             now.is_surveyed = True
             try:
                 result = forward(*args, **kwargs)
             finally:
-                now.is_surveyed = surveyed
+                now.is_surveyed = was_surveyed
             # A synchronous step calls the model only once, so nobody asks for the result again.
             if now.is_dry or now.micro_step.patch is not None:
                 self.results[key] = result

@@ -70,7 +70,7 @@ class StepSignature:
     """
 
     def __init__(self, scheduler: Any) -> None:
-        # The scheduler's nearest class that names the parameters of `step`.
+        # Find the scheduler's nearest class that names the parameters of `step`.
         steps = []
         for cls in type(scheduler).__mro__:
             if "step" in vars(cls):
@@ -144,7 +144,7 @@ class PatchSchedulers:
         self._steps_whole: bool | None = None
         if self._is_custom:
             self._steps_whole = True
-        # This is the patch that was stepped last; a patch may have nothing to step.
+        # This is the patch that was stepped last; at first it is none of the patches. A patch may have nothing to step.
         self._latest_patch = patches
         # States of the random generators, by the number of the step: patches may be some steps apart.
         self._states_before: dict[int, list[Tensor]] = {}
@@ -167,19 +167,19 @@ class PatchSchedulers:
         """Call `scale_model_input` of the copies of `patches`; on a single number if nobody reads the result."""
         if self._lacks_index:
             self._find_first_index(timestep)
-        unread = x if self._is_custom else x.new_zeros(1)
-        # Even if no result is read the copies are called, because some count steps here.
+        unread_input = x if self._is_custom else x.new_zeros(1)
+        # The copies are called even if no result is read, because some schedulers count steps in this method.
         first, *others = patches
         for patch in others:
-            self._copies[patch].scale_model_input(unread, timestep)
-        own_input = x if read else unread
-        scaled: Tensor = self._copies[first].scale_model_input(own_input, timestep)
+            self._copies[patch].scale_model_input(unread_input, timestep)
+        first_input = x if read else unread_input
+        scaled: Tensor = self._copies[first].scale_model_input(first_input, timestep)
         return scaled if read else x
 
     def step_on_corner(self, call: StepCall, sample: Tensor, *, closes: bool) -> Any:
         """Step the first copy on a corner of the tensors, to keep its counter right.
 
-        The result itself is not needed.
+        The numbers of the result are not needed.
 
         Args:
             call: the call of `scheduler.step`.
@@ -279,7 +279,7 @@ class PatchSchedulers:
         return has_drawn
 
     def skip_patch(self, patch: int, call: StepCall, device: torch.device) -> None:
-        """Leave random generators in their state after a patch's step, for a patch without latents here."""
+        """Set random generators to their state after another patch's step, for a patch without these latents."""
         state = self._states_after.get(self._count_step(patch))
         if self._steps_whole and state is not None:
             rng_state.restore_generators(rng_state.list_generators(call.generator, device), state)
@@ -333,7 +333,7 @@ def check_size(scheduler: Any, before: Tensor, after: Tensor) -> None:
 def is_custom_scheduler(scheduler: Any) -> bool:
     """Return whether a scheduler may have code of the user's own.
 
-    Steps of diffusers treat each place by itself.
+    The schedulers of diffusers step each place of the latents by itself.
     """
     modules = set[str]()
     for cls in type(scheduler).__mro__:

@@ -94,7 +94,7 @@ class ReceivePrefetcher:
         self._expected.clear()
 
     def post_ahead(self, number: int) -> None:
-        """Post receives until so many are posted, as far as they can be."""
+        """Post receives until `number` of them are open, or the next one cannot be posted yet."""
         while self.channel.num_open_receives < number and self._expected and self._can_post(self._expected[0]):
             # Messages come in order, so one of unknown form holds up those after it.
             if not self._post_receive():

@@ -89,7 +89,7 @@ class WarmupGroup:
         return self._channels.values()
 
     def exchange_whole_latents(self, ops: Iterable[Op], latents: Sequence[Tensor], *, writes: bool) -> None:
-        """Send the whole latents from the last stage to the others before a step; `writes` lets them keep these."""
+        """Send the whole latents from the last stage to others before a step; these write them only if `writes`."""
         for op in ops:
             for own in latents:
                 if op.kind is OpKind.SEND_WHOLE_LATENTS:
@@ -110,11 +110,11 @@ class WarmupGroup:
         self.weight_stream.release_weights()
         parts = now.tokens.list_rank_parts(None)
         rows, _, width = own.shape
-        whole = own
+        gathered = own
         if self.stage == self.last:
             shape = (rows, now.tokens.layout.image_tokens, width)
-            whole = now.memory.get_persistent_buffer(("image", now.branch), shape, own)
-            write_runs(whole, own, parts[self.stage].image, 1)
+            gathered = now.memory.get_persistent_buffer(("image", now.branch), shape, own)
+            write_runs(gathered, own, parts[self.stage].image, 1)
         for op in ops:
             if op.kind is OpKind.SEND_PREDICTION:
                 self._channels[self.stage, self.last, PREDICTION].send_tensor(own)
@@ -123,8 +123,8 @@ class WarmupGroup:
                 part = parts[op.peer]
                 shape = (rows, part.image_tokens, width)
                 received = self._receive_tensor((op.peer, self.last, PREDICTION), shape, own)
-                write_runs(whole, received, part.image, 1)
-        return whole
+                write_runs(gathered, received, part.image, 1)
+        return gathered
 
     def gather_tokens(self, own: Tensor, dim: int, tokens: LayerTokens, kind: str) -> Tensor:
         """Gather the tokens of all stages along a dimension, in their order."""
@@ -140,7 +140,7 @@ class WarmupGroup:
 
 @dataclass(frozen=True, slots=True)
 class WarmupGroupKeys:
-    """The keys that a layer attends to: of all stages in a step of the warmup group, otherwise those of `others`.
+    """The keys that a layer attends to: in a step of the warmup group those of all stages, otherwise those of `others`.
 
     Attributes:
         now: the generation under way.

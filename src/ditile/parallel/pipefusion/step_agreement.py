@@ -33,7 +33,7 @@ class StepCallbacks:
             which `wants_latents` is true.
         wants_latents: returns whether a step needs the whole latents on every rank.
         progress: called at each micro-step, to show that this rank is alive.
-        is_stopped: whether the call was cancelled on this rank.
+        is_stopped: returns whether the call was cancelled on this rank.
         generators: the generators that the pipeline may use.
     """
 
@@ -51,7 +51,7 @@ class StepAgreement:
     Args:
         group: the ranks that must end at the same step; None for one rank.
         traffic: counts the messages.
-        is_stopped: whether the call was cancelled on this rank.
+        is_stopped: returns whether the call was cancelled on this rank.
 
     Attributes:
         ends_early: whether this rank asks to stop with the image so far.
@@ -79,7 +79,7 @@ class StepAgreement:
         return len(self._votes) > 1 and self._votes[-2].wait_for_numbers()[0] > 0
 
     def note_latents(self, step: int, latents: Iterable[Tensor]) -> None:
-        """Note whether latents of a step are finite, without waiting for the device. A step may be noted by patches."""
+        """Note whether latents of a step are finite, without a wait for the device. Several calls may note one step."""
         finite = torch.stack([torch.isfinite(x).all() for x in latents]).all()
         if step in self._finite:
             finite = self._finite[step] & finite.to(self._finite[step].device)

@@ -27,7 +27,7 @@ class SteppedLatents:
     """One scheduler and the latents that it steps.
 
     Args:
-        pipe_name: the class of the pipeline, for messages.
+        pipe_name: the name of the pipeline's class, for messages.
 
     Attributes:
         is_custom: whether the scheduler may have code of the user's own.
@@ -48,7 +48,7 @@ class SteppedLatents:
     def __init__(self, scheduler: Any, pipe_name: str) -> None:
         self.scheduler = scheduler
         self._name = pipe_name
-        # This is the signature of its own step, not of an override on the instance.
+        # This is the signature of the class's `step`, not of an override on the instance.
         self.signature = StepSignature(scheduler)
         self.is_custom = is_custom_scheduler(scheduler)
         self._first_index = getattr(scheduler, "_step_index", None)
@@ -75,7 +75,7 @@ class SteppedLatents:
         return self._copies
 
     def note_rehearsal(self, prediction: Tensor, sample: Tensor, *, is_cut: bool) -> None:
-        """Note where the prediction is NaN, because there are the latents of the rehearsed patch."""
+        """Note where the prediction is NaN: these are the places of the rehearsed patch in the latents."""
         if self.is_probed:
             self.is_stepped = True
             return
@@ -123,7 +123,7 @@ class SteppedLatents:
             self.scheduler._step_index = (getattr(self.scheduler, "begin_index", None) or 0) + steps
 
     def restore_step_index(self) -> None:
-        """Put the scheduler back to before the rehearsal, because from now on the scheduler itself is stepped."""
+        """Set the scheduler's index back to that before the rehearsal, because the scheduler itself is stepped next."""
         if "_step_index" in vars(self.scheduler):
             self.scheduler._step_index = self._first_index
 

@@ -28,7 +28,7 @@ BLOCKS_AHEAD = 2
 
 
 class FlatTensorSpec(NamedTuple):
-    """A parameter or buffer of a block, and its place in a flat buffer of bytes. JSON has no dtypes, hence a name."""
+    """A parameter or buffer of a block, and its place in flat bytes. `dtype` is a name, because JSON has no dtypes."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class FlatTensorSpec(NamedTuple):
 
 
 class StreamedBlock:
-    """A block of another stage: its structure on the meta device, and its weights while they are here."""
+    """A block of another stage: its structure on the meta device, and its weights while this rank has them."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block
@@ -83,11 +83,11 @@ class WeightStream:
                 "warmup_mode=sequence sends plain weights, and this model is quantized; use another warmup_mode"
             )
         own_specs = [_lay_out_tensors(self._blocks[index]) for index in self._owned]
-        blocks_by_stage = dict(gather_json([mesh.stage_index, own_specs], mesh.everyone))
+        specs_by_stage = dict(gather_json([mesh.stage_index, own_specs], mesh.everyone))
         self._specs: list[list[FlatTensorSpec]] = []
         for stage in range(len(stages)):
-            for block in blocks_by_stage[stage]:
-                self._specs.append([FlatTensorSpec(name, tuple(shape), *rest) for name, shape, *rest in block])
+            for block_specs in specs_by_stage[stage]:
+                self._specs.append([FlatTensorSpec(name, tuple(shape), *rest) for name, shape, *rest in block_specs])
         if hooks.has_placeholders():
             hooks = hooks.copy_to_meta()
         self._buffers: list[Tensor] = []
@@ -138,9 +138,9 @@ class WeightStream:
             self._start_block_broadcast(index)
 
     def receive_block(self, index: int) -> None:
-        """Wait for the weights of the next block, and start to send another block."""
+        """Wait for the weights of a block, and start to send a later block."""
         self.release_weights()
-        # The other block goes into the buffer of the block before this one, which has been computed.
+        # The later block goes into the buffer of the block before this one, which has been computed.
         if index + BLOCKS_AHEAD < len(self._blocks):
             self._start_block_broadcast(index + BLOCKS_AHEAD)
         (flat,) = self._pending_broadcasts.pop(index).wait_for_tensors()

@@ -28,9 +28,9 @@ class GatheredKeyMaskSource:
         ulysses: the ranks that split the heads too.
         traffic: counts bytes.
         weights: how the heads are shared along ulysses; equal by default.
-        remembers: whether a mask that comes again is taken from the cache, the same on all ranks. Recorded calls must
-            gather again: the cached mask would be in another recording's memory, and all ranks have to send the same
-            messages.
+        remembers: returns whether a mask that comes again is taken from the cache, the same on all ranks. Recorded
+            calls must gather again: the cached mask would be in another recording's memory, and all ranks have to send
+            the same messages.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class GatheredKeyMaskSource:
         """Return the mask of all ranks' keys.
 
         Args:
-            mask: the mask that the layer got, for this rank's keys including dummies or for all keys in sequence.
-            heads: the number of heads, of which this rank's are kept; None keeps all.
+            mask: the mask that the layer got, for this rank's keys with dummies, or for all keys of the sequence.
+            heads: the number of heads, of which only this rank's share is kept; None keeps all.
 
         Raises:
             ModelError: if it masks pairs without covering the whole sequence, or has an unexpected number of keys.
         """
         flat = expand_mask(mask, batch)
         num_queries, num_keys = flat.shape[2:]
-        own = tokens.rank_lengths[tokens.index] + tokens.dummies
+        num_own = tokens.rank_lengths[tokens.index] + tokens.dummies
         if num_queries > 1 and not num_queries == num_keys == tokens.length:
             raise make_pairs_error(flat)
-        if num_keys != own and not _covers_all_keys(flat, tokens):
+        if num_keys != num_own and not _covers_all_keys(flat, tokens):
             raise ModelError(
-                f"an attention mask of {num_keys} keys came with {own} keys of {tokens.length} on this rank; "
+                f"an attention mask of {num_keys} keys came with {num_own} keys of {tokens.length} on this rank; "
                 "give one of all of them, or of those here, or run this model with ulysses=1 and ring=1"
             )
         # A mask of pairs is a new tensor in every block and is only cut, so it is not cached.
@@ -92,8 +92,8 @@ class GatheredKeyMaskSource:
         num_ranks = self._ulysses.num_ranks
         if mask.shape[2] > 1:
             first = tokens.index - tokens.index % num_ranks
-            queries: tuple[range, ...] = sum(tokens.runs[first : first + num_ranks], ())
-            mask = take_runs(mask, queries, 2)
+            query_runs: tuple[range, ...] = sum(tokens.runs[first : first + num_ranks], ())
+            mask = take_runs(mask, query_runs, 2)
         if _covers_all_keys(mask, tokens):
             parts = [take_runs(mask, runs, 3) for runs in tokens.runs]
         else:
@@ -113,8 +113,8 @@ class GatheredKeyMaskSource:
 
 
 def _covers_all_keys(mask: Tensor, tokens: LayerTokens) -> bool:
-    """Return whether the mask covers all keys.
+    """Return whether the mask covers all keys, and no rank has all of them.
 
-    If a single rank has all keys, only this rank would see a mask of all keys, so all ranks gather.
+    A rank that has all keys would take a mask of its own keys for one of all. The others gather, so it gathers too.
     """
     return mask.shape[-1] == tokens.length != max(tokens.rank_lengths)

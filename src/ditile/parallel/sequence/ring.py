@@ -1,9 +1,9 @@
 """Ring: keys and values travel round the ranks while each rank's queries attend to a block of them (arXiv 2310.01889).
 Gather: every rank gets all of them at once.
 
-A ring has n - 1 rounds of one message each, sent while the block before it is attended to; partial outputs are merged
-by their log-sum-exp in fp32. Each rank sends 2 (n - 1) / n of a layer's tokens. With Ulysses inside it is USP
-(arXiv 2405.07719).
+A ring of n ranks has n - 1 rounds: a rank sends a block on while it attends to that block; partial outputs are merged
+by their log-sum-exp in fp32. Each rank sends 2 (n - 1) / n times the bytes of a layer's tokens. With Ulysses inside it
+is USP (arXiv 2405.07719).
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ class RingKeys:
         """Return the output of the queries, `[B, S, N, H]`."""
         group = self._axis.group
         assert group is not None
-        size = self._axis.num_ranks
-        lengths = _count_rank_tokens(tokens, size)
+        num_ranks = self._axis.num_ranks
+        lengths = _count_rank_tokens(tokens, num_ranks)
         block = torch.stack([k, v])
         merged = None
-        for turn in range(size):
+        for turn in range(num_ranks):
             # Blocks travel up the ring, so in each turn this rank has the block of one rank further down.
-            source = (self._axis.index - turn) % size
+            source = (self._axis.index - turn) % num_ranks
             incoming = None
             # The transfer starts before this block is attended to, so that both take place at once.
-            if turn < size - 1:
+            if turn < num_ranks - 1:
                 shape = (*block.shape[:2], lengths[source - 1], *block.shape[3:])  # of the block of the next turn
                 bases = self._find_bases(turn, (tokens, block.shape))
                 incoming = start_shift(block, shape, group, self._traffic, KIND, bases)
             mask = extra.mask.ring_masks[source] if extra.mask else None
             k, v = block
-            # Extra keys are the same on every rank: they are attended to once.
+            # Every rank has the same further keys, so they are attended to in one turn only.
             if turn == 0 and extra.further is not None:
                 k, v, mask = extra.further.join_keys(k, v, mask)
             part = self._kernel.attend_with_lse(q, k, v, mask=mask, scale=extra.scale)
@@ -73,8 +73,8 @@ class RingKeys:
 class AxisGather:
     """Gathers the fresh keys of all ranks along an axis in one exchange.
 
-    Along gather every layer does so, and its queries attend to all keys in one piece: the kernel need not return a
-    log-sum-exp. Ring does so for a store, which every rank has.
+    Along gather it is used in every layer, whose queries attend to all keys at once: the kernel need not return a
+    log-sum-exp. Along ring it is used for a key store, because every rank stores all keys.
 
     Attributes:
         traffic: counts bytes, by the name of the axis.
@@ -97,22 +97,22 @@ class AxisGather:
 
 
 @lru_cache(maxsize=4096)
-def collect_rank_runs(tokens: LayerTokens, size: int) -> tuple[tuple[range, ...], ...]:
-    """Return the tokens of each rank along the outer axis.
+def collect_rank_runs(tokens: LayerTokens, num_ranks: int) -> tuple[tuple[range, ...], ...]:
+    """Return the tokens of each of `num_ranks` ranks along the outer axis.
 
-    The inner ranks that share its place on that axis are included.
+    Each entry includes the tokens of the inner ranks at that place of the axis.
     """
-    inner = len(tokens.runs) // size
+    num_inner = len(tokens.runs) // num_ranks
     collected = []
     # Ranks along the inner axis are neighbours.
-    for first in range(0, len(tokens.runs), inner):
-        runs: tuple[range, ...] = sum(tokens.runs[first : first + inner], ())
+    for first in range(0, len(tokens.runs), num_inner):
+        runs: tuple[range, ...] = sum(tokens.runs[first : first + num_inner], ())
         collected.append(runs)
     return tuple(collected)
 
 
-def _count_rank_tokens(tokens: LayerTokens, size: int) -> list[int]:
-    return [sum(map(len, runs)) for runs in collect_rank_runs(tokens, size)]
+def _count_rank_tokens(tokens: LayerTokens, num_ranks: int) -> list[int]:
+    return [sum(map(len, runs)) for runs in collect_rank_runs(tokens, num_ranks)]
 
 
 def merge_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -73,19 +73,19 @@ def share_heads_and_tokens(
 
     Heads are shared by weight; `heads` has the number of heads of each tensor.
     """
-    ranks = len(weights)
+    num_ranks = len(weights)
     # The ranks of the axis are neighbours among all ranks that split the sequence.
     first = tokens.index - index
-    lengths = tokens.rank_lengths[first : first + ranks]
+    lengths = tokens.rank_lengths[first : first + num_ranks]
     heads_by_rank = []
     num_heads = []
-    for rank in range(ranks):
+    for rank in range(num_ranks):
         runs = tuple(pick_weighted_chunk(range(count), weights, rank) for count in heads)
         heads_by_rank.append(runs)
         num_heads.append(sum(map(len, runs)))
-    # The numbers of heads of each tensor on a rank; in an even split all ranks have the same ones.
-    widths = {tuple(map(len, runs)) for runs in heads_by_rank}
-    is_even = len(set(lengths)) == len(widths) == 1
+    # The set has the number of heads of each tensor; in an even split they are the same on all ranks.
+    head_counts = {tuple(map(len, runs)) for runs in heads_by_rank}
+    is_even = len(set(lengths)) == len(head_counts) == 1
     return HeadAndTokenShares(lengths, tuple(heads_by_rank), tuple(num_heads), index, is_even)
 
 
@@ -117,7 +117,7 @@ class UlyssesExchange(HeadExchange):
         self._uneven = uneven
         self._axis = axis
         self._index = axis.index
-        self._ranks = axis.num_ranks
+        self._num_ranks = axis.num_ranks
         self._traffic = traffic
 
     def exchange_tokens_for_heads(
@@ -161,12 +161,12 @@ class UlyssesExchange(HeadExchange):
         length = shares.lengths[self._index]
         bases = self._find_bases("out", (shares, batch))
         if shares.is_even:
-            out_RBPMH = out_BSMH.unflatten(1, (self._ranks, length)).transpose(0, 1)
+            out_RBPMH = out_BSMH.unflatten(1, (self._num_ranks, length)).transpose(0, 1)
             heads_of_tokens = out_RBPMH.flatten(0, -2).contiguous()
-            (received,) = self._start(heads_of_tokens, sends, receives, bases).wait_for_tensors()
-            return received.view(self._ranks, batch, length, own_heads, size).movedim(0, 2).flatten(2, 3)
+            (received,) = self._start_exchange(heads_of_tokens, sends, receives, bases).wait_for_tensors()
+            return received.view(self._num_ranks, batch, length, own_heads, size).movedim(0, 2).flatten(2, 3)
         heads_of_tokens = torch.cat([part.flatten(0, -2) for part in out_BSMH.split(shares.lengths, dim=1)])
-        (received,) = self._start(heads_of_tokens, sends, receives, bases).wait_for_tensors()
+        (received,) = self._start_exchange(heads_of_tokens, sends, receives, bases).wait_for_tensors()
         parts = []
         for rank, message in enumerate(received.split(receives)):
             parts.append(message.view(batch, length, shares.num_heads[rank], size))
@@ -189,8 +189,8 @@ class UlyssesExchange(HeadExchange):
         bases = self._find_bases(name, (shares, batch))
         if shares.is_even:
             # These are views RBPMH, so `cat` makes the only copy. It puts the heads for one rank next to each other.
-            views = [x_BPNH.unflatten(2, (self._ranks, -1)).movedim(2, 0) for x_BPNH in tensors]
-            return self._start(torch.cat(views, dim=3).flatten(0, -2), sends, receives, bases)
+            views = [x_BPNH.unflatten(2, (self._num_ranks, -1)).movedim(2, 0) for x_BPNH in tensors]
+            return self._start_exchange(torch.cat(views, dim=3).flatten(0, -2), sends, receives, bases)
         heads_of_tokens = tensors[0].new_empty((sum(sends), size))
         for rank, message in enumerate(heads_of_tokens.split(sends)):
             runs = shares.heads[rank]
@@ -198,7 +198,7 @@ class UlyssesExchange(HeadExchange):
             parts = message_BPMH.split([len(run) for run in runs], dim=2)
             for x_BPNH, run, part in zip(tensors, runs, parts, strict=True):
                 part.copy_(x_BPNH[:, :, run.start : run.stop])
-        return self._start(heads_of_tokens, sends, receives, bases)
+        return self._start_exchange(heads_of_tokens, sends, receives, bases)
 
     def _receive_heads(self, pending: PendingMessages, shares: HeadAndTokenShares, like: Tensor) -> tuple[Tensor, ...]:
         """Return this rank's heads of the tensors, `[B, S, M, H]` each."""
@@ -209,7 +209,7 @@ class UlyssesExchange(HeadExchange):
             # With one row of the batch, the messages lie in memory in the order of the tokens, so no copy is needed.
             x_BSMH = received.view(1, sum(shares.lengths), count, size)
         elif shares.is_even:
-            x_BSMH = received.view(self._ranks, batch, -1, count, size).transpose(0, 1).flatten(1, 2)
+            x_BSMH = received.view(self._num_ranks, batch, -1, count, size).transpose(0, 1).flatten(1, 2)
         else:
             _, receives = shares.size_messages(batch)
             # `view` cannot infer -1 for an empty message, which a rank without heads gets.
@@ -221,16 +221,16 @@ class UlyssesExchange(HeadExchange):
         parts: tuple[Tensor, ...] = x_BSMH.split(own_heads, dim=2)
         return parts
 
-    def _start(
+    def _start_exchange(
         self, heads_of_tokens: Tensor, sends: list[int], receives: list[int], bases: SiteBases | None
     ) -> PendingMessages:
         assert self._axis.group is not None
         return start_all_to_all(heads_of_tokens, sends, receives, self._axis.group, self._traffic, KIND, bases)
 
     def _check_heads(self, heads: int) -> None:
-        if heads % self._ranks and not self._uneven:
+        if heads % self._num_ranks and not self._uneven:
             raise PlanError(
-                f"ulysses={self._ranks} does not divide the {heads} heads of a layer and uaa is off; try "
+                f"ulysses={self._num_ranks} does not divide the {heads} heads of a layer and uaa is off; try "
                 f"{format_divisors(heads)}, or leave uaa out"
             )
 
@@ -239,10 +239,10 @@ class UlyssesExchange(HeadExchange):
 
         Heads of grouped-query attention are repeated if ranks cannot divide them evenly.
         """
-        groups = x_BPNH.shape[2]
-        if groups % self._ranks == 0 and len(set(self._weights)) == 1:
+        kv_heads = x_BPNH.shape[2]
+        if kv_heads % self._num_ranks == 0 and len(set(self._weights)) == 1:
             return x_BPNH
-        return x_BPNH.repeat_interleave(heads // groups, dim=2)
+        return x_BPNH.repeat_interleave(heads // kv_heads, dim=2)
 
 
 class OverlappedUlysses(UlyssesExchange):
@@ -250,7 +250,7 @@ class OverlappedUlysses(UlyssesExchange):
 
     Args:
         axis, traffic, find_bases, uneven, weights: as for `UlyssesExchange`.
-        now: gives the micro-step under which the trace records each exchange.
+        now: has the micro-step under which the trace records each exchange.
     """
 
     overlaps = True

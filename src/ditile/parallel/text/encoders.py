@@ -43,7 +43,7 @@ Forward = Callable[..., Any]
 
 
 def find_text_encoders(pipe: Any) -> dict[str, Any]:
-    """Return the text encoders of a pipeline, by component."""
+    """Return the text encoders of a pipeline, by the name of the component."""
     encoders = {}
     for name, component in pipe.components.items():
         if name.startswith("text_encoder") and isinstance(component, nn.Module):
@@ -77,7 +77,7 @@ class TextEncoders:
 
         Raises:
             ModelError: if an encoder cannot be split, or `after` is not known.
-            StateError: if an encoder was loaded as another rank's part, or should be kept whole and is not.
+            StateError: if an encoder was loaded as another rank's part, or only in part although `keep` is set.
         """
         check_value(After, after, "text_after")
         self.encoders = find_text_encoders(pipe)
@@ -140,7 +140,7 @@ class TextEncoders:
     def install_for_call(self, denoiser: nn.Module) -> Iterator[None]:
         """Let the encoders run for the length of a call.
 
-        The first call of `denoiser` within the context releases the encoders.
+        Unless the encoders stay, the first call of `denoiser` within the context releases them.
         """
         with ExitStack() as stack:
             if self._after == "offload":
@@ -148,7 +148,7 @@ class TextEncoders:
                 for encoder in self.encoders.values():
                     encoder.to(self._device)
             for encoder in self.encoders.values():
-                # The guards let calls of the runner pass by this mark.
+                # The guards recognise calls of the runner by this mark.
                 override_attribute(stack, encoder, IN_CALL, True)
                 if self._place.mode == "first":
                     broadcast = partial(self._channel.broadcast_forward, 0, encoder.forward)
@@ -181,7 +181,7 @@ class TextEncoders:
             set_placeholder_parameter(encoder, dtype, self._device)
 
     def _finish_offload(self) -> None:
-        """Restore the encoders' state of before the call, on the CPU."""
+        """Restore the state that the encoders had before the call, on the CPU."""
         if self._away and not self._place.has_no_weights:
             for encoder in self.encoders.values():
                 set_placeholder_parameter(encoder, None)
@@ -198,7 +198,7 @@ class _EncoderChannel:
         self._device = device
 
     def broadcast_result(self, source: int, make: Callable[[], Any]) -> Any:
-        """Return the result of `make` on rank `source` to every rank.
+        """Return on every rank the result of `make` on rank `source`.
 
         Tensors are sent as they are, their containers as JSON.
 
@@ -219,7 +219,7 @@ class _EncoderChannel:
             return pytree.tree_unflatten(leaves, pytree.treespec_loads(header["structure"]))
         try:
             result = make()
-            # transformers registers its outputs, so that torch takes them apart and names their classes.
+            # transformers registers its output classes, so that pytree takes outputs apart and names their classes.
             leaves, structure = pytree.tree_flatten(result)
             header = {"structure": pytree.treespec_dumps(structure), "leaves": list(map(_describe_leaf, leaves))}
         except BaseException as error:
@@ -260,9 +260,9 @@ class _SplitEncoder:
         encoder = self._encoder
         override_attribute(stack, encoder, "forward", partial(self._forward_encoder, encoder.forward))
         # The first rank has the embeddings; the other ranks get their outputs.
-        first = find_encoder_modules(type(encoder)).first
+        first_names = find_encoder_modules(type(encoder)).first
         for name, module in encoder.named_modules():
-            if name.rpartition(".")[2] in first:
+            if name.rpartition(".")[2] in first_names:
                 broadcast = partial(self._channel.broadcast_forward, 0, module.forward)
                 override_attribute(stack, module, "forward", broadcast)
         for index, layer in enumerate(self._layers):
@@ -286,13 +286,13 @@ class _SplitEncoder:
             self._extras = out[1:] if isinstance(out, tuple) else None
             return out
 
-        def forward_own_tokens() -> Any:
+        def forward_without_extras() -> Any:
             out = forward(hidden_states, *args, **kwargs)
             return out[0] if isinstance(out, tuple) else out
 
         is_last_of_run = self._owners[index + 1 : index + 2] != [owner]
         if is_last_of_run or self._returns_states:
-            return self._append_extras(self._channel.broadcast_result(owner, forward_own_tokens))
+            return self._append_extras(self._channel.broadcast_result(owner, forward_without_extras))
         if owner == self._index:
             return forward(hidden_states, *args, **kwargs)
         return self._append_extras(hidden_states)
@@ -304,7 +304,7 @@ class _SplitEncoder:
 
 
 def _describe_leaf(leaf: Any) -> Any:
-    """Describe a part of an output in JSON; a tensor, which follows, by its dtype and shape."""
+    """Describe a leaf of an output for JSON: a tensor, which is sent afterwards, by its dtype and shape."""
     if isinstance(leaf, Tensor):
         return {"dtype": describe_dtype(leaf), "shape": list(leaf.shape)}
     if leaf is None or isinstance(leaf, bool | int | float | str):

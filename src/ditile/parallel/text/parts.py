@@ -1,7 +1,7 @@
 """The part of a text encoder that a rank has (everything, nothing, a run of its layers), and who may call it.
 
-Modules of other ranks are emptied in a whole encoder, or are never read. The first rank has the modules before the
-layers (token embeddings), every rank the few modules after them.
+A rank empties the modules of other ranks in an encoder that was loaded whole, or never reads them. The first rank has
+the modules before the layers (token embeddings), and every rank has the few modules after them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ditile.plan.plan import Plan
 
 _LOADER_LOG = logging.getLogger("transformers")
 _PLACEHOLDER = "stand_in"
-"""A parameter without elements, which gives an encoder without weights a dtype and a device."""
+"""The name of a parameter without elements, which gives an encoder without weights a dtype and a device."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderModules:
-    """The parts of an encoder, by the last names of its modules.
+    """The names of an encoder's parts, as they end the paths of its modules.
 
     Attributes:
         layers: the list of layers.
-        first: the modules before the layers.
-        every: the modules after the layers.
+        first: the modules before the layers, which only the first rank has.
+        every: the modules after the layers, which every rank has.
     """
 
     layers: str
@@ -56,10 +56,10 @@ ENCODER_MODULES: dict[type, EncoderModules] = {
 
 
 def find_encoder_modules(kind: type) -> EncoderModules:
-    """Return the parts of an encoder, by its class or the nearest of its bases.
+    """Return the names of an encoder's parts, given its class.
 
     Raises:
-        ModelError: if neither is known.
+        ModelError: if neither the class nor a base of it is known.
     """
     # A user's own subclass has the parts of its nearest known base.
     for cls in kind.__mro__:
@@ -88,10 +88,10 @@ def assign_layer_ranks(layers: int, weights: tuple[float, ...]) -> list[int]:
     owners: list[int] = []
     # Chunks are picked from the last rank on, so that among equal shares the longer ones go to the last ranks: the
     # first rank has the embeddings too.
-    from_last = weights[::-1]
-    for place in range(len(weights)):
-        run = pick_weighted_chunk(range(layers), from_last, place)
-        rank = len(weights) - 1 - place
+    weights_from_last = weights[::-1]
+    for index in range(len(weights)):
+        run = pick_weighted_chunk(range(layers), weights_from_last, index)
+        rank = len(weights) - 1 - index
         owners = [rank] * len(run) + owners
     return owners
 
@@ -120,7 +120,7 @@ def list_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[nn
 
 def empty_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[tuple[nn.Module, ModuleContents]]:
     """Empty the modules of other ranks, and return them with their contents."""
-    # This is read before the modules are empty: an encoder takes its dtype and device from its parameters.
+    # The placeholder parameter gets the dtype and device of a weight, which is found before the modules are emptied.
     weight = next(parameter for parameter in encoder.parameters() if parameter.is_floating_point())
     contents = [(module, turn_into_placeholder(module)) for module in list_foreign_modules(encoder, place)]
     store_placement(encoder, place)
@@ -152,7 +152,7 @@ def read_partial_encoder(
 ) -> Any:
     """Read only this rank's part of a text encoder from its checkpoint, on the CPU.
 
-    transformers' own loader reads the parameters that the model has, by its own rules of names and dtypes.
+    transformers' loader reads the parameters that the partial model has, by its own rules for names and dtypes.
 
     Args:
         source: a folder or hub id, or the file of a state dict in the options.
@@ -176,8 +176,8 @@ def read_partial_encoder(
     is_file = config_place is not None
     # transformers takes a state dict only if no folder is given.
     folder = None if is_file else source
-    # The loading info has the weights that are missing or do not fit, which transformers would fill at random. It logs
-    # them as a table too.
+    # transformers would put random numbers into weights that are missing or do not fit. The loading info has these
+    # weights, so the table of them that transformers logs is silenced.
     level = _LOADER_LOG.level
     _LOADER_LOG.setLevel(logging.ERROR)
     try:
@@ -203,7 +203,7 @@ def read_partial_encoder(
 
 
 def _describe_misfit(encoder: nn.Module, info: Mapping[str, Any], *, is_file: bool) -> str:
-    """Return why an encoder cannot have the weights that were read, or an empty text if it can.
+    """Return why the weights that were read do not fit an encoder, or an empty text if they fit.
 
     The reason is taken from transformers' loading info.
     """
@@ -213,8 +213,8 @@ def _describe_misfit(encoder: nn.Module, info: Mapping[str, Any], *, is_file: bo
     missing = info["missing_keys"]
     if missing:
         return f"it lacks {len(missing)} weight(s), such as {min(missing)}"
-    # Count weights of a deeper encoder, or of one with more weights in a layer. Weights beside all layers do not count:
-    # they belong to another part of the encoder's model, such as a decoder.
+    # A surplus is weights of a deeper encoder, or of one with more weights in a layer. Weights outside of the encoder's
+    # modules do not count: they belong to another part of the encoder's model, such as a decoder.
     surplus = []
     for name in info["unexpected_keys"]:
         path, _, leaf = name.rpartition(".")
@@ -226,14 +226,14 @@ def _describe_misfit(encoder: nn.Module, info: Mapping[str, Any], *, is_file: bo
 
 
 def _find_own_module(encoder: nn.Module, path: str) -> nn.Module | None:
-    """Return this rank's module nearest to a path that may not be there; None for the encoder itself."""
+    """Return the deepest existing module on a path; None if it is the encoder itself, or is on another rank."""
     module = encoder
     for name in path.split("."):
         following = module._modules.get(name)
         if following is None:
             break
         module = following
-        # The module is on another rank, so its weights are not a surplus here.
+        # The module is on another rank, so its weights are no surplus on this one.
         if is_placeholder(module):
             return None
     return None if module is encoder else module
@@ -325,14 +325,14 @@ def read_placement(encoder: nn.Module) -> EncoderPlacement | None:
 
 
 def store_placement(encoder: nn.Module, place: EncoderPlacement | None) -> None:
-    """Store in an encoder its placement; None removes it."""
+    """Store the placement of an encoder in it; None removes it."""
     vars(encoder).pop(_PLACE, None)
     if place is not None:
         vars(encoder)[_PLACE] = place
 
 
 def install_guards(stack: ExitStack, encoder: nn.Module, name: str) -> None:
-    """Make an encoder that is missing or partial refuse calls outside of a runner, and refuse to be saved."""
+    """Make a partial encoder refuse to be saved, and to be called outside of a runner; a freed one refuses any call."""
     stack.callback(encoder.register_forward_pre_hook(functools.partial(_refuse_partial_call, name)).remove)
     if read_placement(encoder) not in (None, WHOLE):
         refuse_saving(stack, encoder)
@@ -340,9 +340,9 @@ def install_guards(stack: ExitStack, encoder: nn.Module, name: str) -> None:
 
 @exclude_from_compile
 def _refuse_partial_call(name: str, encoder: nn.Module, *_: Any) -> None:
-    """Raise `StateError` outside of a runner's call.
+    """Raise `StateError` if an encoder is freed, or if it is partial and the call is not from a runner.
 
-    It is no closure, so that encoders that have it as a hook can be pickled.
+    This function is no closure, so that encoders that have it as a hook can be pickled.
     """
     place = read_placement(encoder)
     if place == FREED:
