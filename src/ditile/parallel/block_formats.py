@@ -40,7 +40,7 @@ def find_row_blocks(weight: Any) -> RowBlocks | None:
 
     That is so for a plain weight, and for one packed by a library across its rows.
     """
-    # By name, because diffusers' and torchao's modules cannot be imported where the packages are not installed.
+    # Classes are told by their names, because modules that define them may need packages that are not installed.
     name = type(weight).__name__
     # `act_pre_scale` has a factor for each input, and would have to be cut with the inputs.
     if getattr(weight, "act_pre_scale", None) is None and name in TORCHAO_CLASSES:
@@ -77,7 +77,7 @@ def describe_row_blocks(
 
 
 def is_block_linear(linear: Any) -> bool:
-    """Return whether a Linear is of diffusers' class for GGUF weights; it is so even before its weight is read."""
+    """Return whether a Linear has diffusers' class for GGUF weights, as it does even before its weight is read."""
     return type(linear).__name__ == "GGUFLinear"
 
 
@@ -120,16 +120,16 @@ def take_pieces(
     return taken
 
 
-def locate_number(weight: Any, dim: int, number: int) -> int:
+def locate_number(weight: Any, dim: int, place: int) -> int:
     """Convert a place along a dimension, counted in numbers, to one counted in stored elements.
 
     A place within a row must be the beginning of a block.
     """
     row_blocks = find_row_blocks(weight)
     if row_blocks is None or dim < weight.ndim - 1:
-        return number
-    assert number % row_blocks.numbers == 0
-    return number // row_blocks.numbers * row_blocks.size
+        return place
+    assert place % row_blocks.numbers == 0
+    return place // row_blocks.numbers * row_blocks.size
 
 
 def unpack_weight(linear: Any) -> Tensor:

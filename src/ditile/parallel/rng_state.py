@@ -14,7 +14,7 @@ from ditile.distributed.transport import Traffic, broadcast_tensor
 def list_generators(generator: Any, device: torch.device) -> list[torch.Generator]:
     """List the generators that a call may use.
 
-    They are the given one or list, and torch's own, which some schedulers use.
+    They are the given generator or list of generators, and torch's own, which some schedulers use.
     """
     if isinstance(generator, torch.Generator):
         generator = [generator]

@@ -158,7 +158,7 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
 
 
 def _count_block_matrices(hooks: TransformerHooks, hook: BlockHook, *, has_text: bool) -> BlockMatrices:
-    """Count the linear layers that run in every micro-step, and the attention, of text too if the call `has_text`."""
+    """Count the matrix entries that a block multiplies in every micro-step; attention sees text only if `has_text`."""
     anatomy = hooks.anatomy
     text_modules = []
     for path, _ in hook.block.named_modules():

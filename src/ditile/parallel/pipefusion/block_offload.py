@@ -270,7 +270,7 @@ class BlockOffload:
                 index = len(self._buffers) - 1 - self._current  # the other buffer, if there are two
                 self._start_copy(index, block)
             following = self._next[block]
-            if self._find_buffer(following) is None:
+            if self._find_buffer(following) is None:  # a single block, with a single buffer, follows itself
                 self._start_copy(1 - index, following)
             self._current = index
             buffer = self._buffers[index]

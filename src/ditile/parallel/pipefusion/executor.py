@@ -198,8 +198,8 @@ class PipeFusion:
     def end_generation(self, *, clean: bool) -> None:
         """End a generation, and wait for sent messages unless it failed.
 
-        After an error the channels are useless, but not before the first step: nothing was sent yet, and all ranks
-        refuse together.
+        After an error the channels are useless, unless it came before the first step: nothing was sent then, and a
+        refusal happens on every rank.
         """
         clean = clean or not self._has_begun
         self.broken = not clean and self._mesh.world > 1
@@ -458,7 +458,7 @@ class PipeFusion:
     def select_active_blocks(self, blocks: range) -> Collection[int]:
         """Return the blocks whose hooks do something on this stage.
 
-        These are the first block, the own blocks, and the first one after them; all blocks if a warmup group computes.
+        These are the first block, the stage's blocks and the block after them; all blocks if a warmup group computes.
         """
         # This runs in every call, so the group is looked up only if there is one.
         if self.warmup_group is None or self._active_warmup_group is None:

@@ -39,8 +39,8 @@ MAX_KNOWN_CALLS = 8
 def describe_call_shapes(pipe: Any, call: Mapping[str, Any]) -> Hashable:
     """Describe everything before the loop that may affect a rehearsal; calls that may be alike get equal descriptions.
 
-    A description has the pipeline's class and config, its schedulers and guiders with their settings, and of the
-    arguments the shapes of tensors and images, the number of prompts, and all other values except those of
+    A description has the pipeline's class and config, and its schedulers and guiders with their settings. From the
+    arguments it has the shapes of tensors and images, the number of prompts, and all other values that are not of
     `IRRELEVANT_ARGUMENTS`. An object of another type equals no other, so that such a call is always rehearsed.
     """
     parts: dict[str, Any] = {}

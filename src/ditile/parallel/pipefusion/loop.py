@@ -458,7 +458,7 @@ class Loop:
         now.is_forecast = False
         timestep = self._timesteps[loop_step]
         self._begin_iteration(timestep)
-        if now.computes is False:
+        if now.computes is False:  # `_step_partial_latents` releases patches only before a call
             for stream in self._streams:
                 stream.release_patches(self._schedule.list_patches(micro))
         for stream in self._streams:
@@ -533,7 +533,7 @@ class Loop:
     def _find_stream(self, scheduler: Any) -> SteppedLatents | None:
         """Return the latents that a scheduler steps; None if its own method steps them.
 
-        Only other schedulers than the pipeline's do so: outside of the loop, and for whole latents of one replica.
+        Such a scheduler is not the pipeline's own, and steps outside of the loop or on whole latents of one replica.
 
         Raises:
             StateError: if the pipeline's own scheduler is stepped outside of the loop, or another one for the first

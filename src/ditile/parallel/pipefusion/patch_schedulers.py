@@ -118,7 +118,7 @@ class StepSignature:
 
 
 class PatchSchedulers:
-    """Copies of one scheduler, made right after its `set_timesteps`.
+    """Copies of one scheduler, made after its `set_timesteps` and before any step.
 
     Args:
         patches: M, or 1 if no patch is stepped.
@@ -144,7 +144,7 @@ class PatchSchedulers:
         self._steps_whole: bool | None = None
         if self._is_custom:
             self._steps_whole = True
-        # This is the patch that was stepped last; at first it is none of the patches. A patch may have nothing to step.
+        # This is the patch that was stepped last; at first it is none of them, see `sync_step_index`.
         self._latest_patch = patches
         # States of the random generators, by the number of the step: patches may be some steps apart.
         self._states_before: dict[int, list[Tensor]] = {}
@@ -208,7 +208,7 @@ class PatchSchedulers:
             scheduler = copy.deepcopy(scheduler)
         self._corner_result = self._step_copy(scheduler, call, call.prediction[corner], sample[corner], extra, -1)
         if not closes:
-            self._extra_results[-1] = extra_results
+            self._extra_results[-1] = extra_results  # `_step_copy` replaced them
         rng_state.restore_generators(generators, state)
         return self._corner_result
 
@@ -279,7 +279,7 @@ class PatchSchedulers:
         return has_drawn
 
     def skip_patch(self, patch: int, call: StepCall, device: torch.device) -> None:
-        """Set random generators to their state after another patch's step, for a patch without these latents."""
+        """Set random generators to their state after this step of another patch, for a patch without these latents."""
         state = self._states_after.get(self._count_step(patch))
         if self._steps_whole and state is not None:
             rng_state.restore_generators(rng_state.list_generators(call.generator, device), state)

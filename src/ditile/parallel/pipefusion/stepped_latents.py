@@ -32,12 +32,12 @@ class SteppedLatents:
     Attributes:
         is_custom: whether the scheduler may have code of the user's own.
         latents: the latents of all images, as steps return them; None before the first step.
-        pieces: the piece of them that belongs to each patch; empty if they are not cut.
+        pieces: the piece of the latents that belongs to each patch; empty if the latents are not cut.
         predicted_shape: the shape of the prediction in the last dry iteration.
         rehearsed_piece: the piece of the rehearsed patch, once the scheduler was stepped.
         is_stepped: whether the scheduler was stepped in the current iteration.
         marked_piece: the piece that the pipeline gets as NaN in the next dry iteration, if any.
-        is_probed: whether dry iterations follow this NaN, and so do not show pieces.
+        is_probed: whether dry iterations follow the NaN of `marked_piece`, and so do not show pieces.
         stepped_patches: the patches that the current micro-step denoised, by number.
         held_patches: denoised patches that are not in the latents yet.
         passes_copies: whether the pipeline steps a copy of the latents, not the tensor that it got.
@@ -179,7 +179,7 @@ class SteppedLatents:
                 f"cannot be divided into patches; use {suggest_whole_images()}"
             )
         if not self.passes_copies and not self.is_blended:
-            self.latents = self._handed_on
+            self.latents = self._handed_on  # the tensor that the pipeline now has
         self._samples = []
 
     def note_blend(self, sample: Tensor, steps: int) -> None:

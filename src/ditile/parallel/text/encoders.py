@@ -182,7 +182,7 @@ class TextEncoders:
 
     def _finish_offload(self) -> None:
         """Restore the state that the encoders had before the call, on the CPU."""
-        if self._away and not self._place.has_no_weights:
+        if self._away and not self._place.has_no_weights:  # without weights it always has the placeholder
             for encoder in self.encoders.values():
                 set_placeholder_parameter(encoder, None)
         self._away = False

@@ -32,7 +32,7 @@ _PLACEHOLDER = "stand_in"
 
 @dataclass(frozen=True, slots=True)
 class EncoderModules:
-    """The names of an encoder's parts, as they end the paths of its modules.
+    """The names of an encoder's parts, each the last name in the paths of modules.
 
     Attributes:
         layers: the list of layers.
