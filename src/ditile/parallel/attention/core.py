@@ -104,7 +104,7 @@ class AttentionCore:
         """Attend to the given tokens, or to the tokens of the current micro-step.
 
         Raises:
-            ModelError: if the mask is not a mask of keys only.
+            ModelError: if the mask differs between queries and cannot be cut, or has an unexpected number of keys.
         """
         if tokens is None:
             tokens = self._now.tokens.get_layer_tokens(self._now.token_patch, self._kind[0])
@@ -151,7 +151,7 @@ class AttentionCore:
         v, further_v = _take_apart(v, place, num_further, 1)
         further_mask = None
         if mask is not None:
-            # It is split into a mask of the tokens' keys and one of the further keys.
+            # The mask is split into one of the tokens' keys and one of the further keys.
             is_whole = mask.shape[-1] == tokens.length + num_further
             if not is_whole and mask.shape[-1] != num_own + num_further:
                 raise ModelError(
@@ -332,10 +332,10 @@ class StaleKeys:
 
 
 def _take_apart(x: Tensor, at: int, count: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Take `count` places from `at` on along a dimension out of a tensor; return the other places, and these."""
+    """Split a dimension of a tensor into `count` places from `at` on and the rest; return the rest first."""
     rest = x.shape[dim] - at - count
     before, taken, after = x.split([at, count, rest], dim)
-    # If all other places are on one side, a view of them is enough.
+    # If the rest is on one side, a view of it is enough.
     if not at:
         return after, taken
     if not after.shape[dim]:

@@ -58,7 +58,7 @@ class DryIterations:
     def begin(self, step: int, patch: int) -> Tensor:
         """Begin an iteration that rehearses a patch in a step; return the timestep for the pipeline."""
         self.now.enter_micro_step(MicroStep(step, None))
-        # The pipeline counts this iteration: it may choose models, and end guidance, by it.
+        # The pipeline counts this iteration, and may choose models or end guidance by its number.
         self.now.loop_step = step
         self.now.dry.patch = patch
         self.now.dry.called_models.clear()

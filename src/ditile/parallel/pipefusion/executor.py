@@ -304,8 +304,8 @@ class PipeFusion:
         # In the first micro-step only the last stage knows which call is the last.
         if self._num_sends_due or (now.calls is None and not self.is_last_stage):
             return
-        # This stage receives next for the next call of this micro-step, or after the last call for the next micro-step.
-        # The last stage sends only after it has stepped, so it always receives for the next micro-step.
+        # The next receive is for the next call of this micro-step, or after the last call for the next micro-step. The
+        # last stage sends only after it has stepped, so its next receive is always for the next micro-step.
         micro: MicroStep | None = now.micro_step
         calls = now.own_calls
         turn = 0

@@ -145,13 +145,13 @@ class KnownCall:
             Tensor, lambda x: x.new_zeros(()).expand(x.shape), (results, other_models.results)
         )
         # A result with objects other than tensors and plain values is not kept, because they may be large.
-        has_others = any(
+        has_objects = any(
             not isinstance(leaf, Tensor | str | int | float | None) for leaf in pytree.tree_leaves(described)
         )
         # Recognising a call takes two iterations of the first step, which do not cut the tokens of whole steps. But a
         # stage expects the messages of such a step ahead, and must know their sizes then.
-        is_asked_ahead = bool(dry.now.findings.whole_steps) and dry.now.schedule.stages > 1
-        if has_others or is_asked_ahead:
+        needs_sizes_ahead = bool(dry.now.findings.whole_steps) and dry.now.schedule.stages > 1
+        if has_objects or needs_sizes_ahead:
             return None
         return cls(
             calls=calls,

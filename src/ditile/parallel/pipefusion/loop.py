@@ -70,7 +70,7 @@ class Loop:
         recorder: records the model's calls in the next call of the pipeline, or says why it does not.
         forecasts: predicts the model's outputs in steps that do not call it; None if every step calls it.
         generation: the current generation; it is not under way outside of the pipeline's loop.
-        num_steps: the steps of the current generation; fewer once ranks have agreed to end early.
+        num_steps: the number of steps of the current generation; it falls when ranks agree to end early.
     """
 
     _schedule: PatchSchedule
@@ -112,9 +112,9 @@ class Loop:
         self._streams: list[SteppedLatents] = []  # in the order in which the pipeline steps them
         self._timestep: Tensor | None = None
         self.num_steps = 0
-        # The steps of the loop that compute, which micro-steps count.
+        # The steps of the loop that compute; micro-steps count only these.
         self._computed_steps: list[int] = []
-        self._is_planned = True
+        self._is_planned = True  # whether these steps are known before the first of them
         # A computed step and the steps without a call after it.
         self._run = range(0)
 

@@ -110,7 +110,7 @@ class StepSignature:
             prediction, timestep, sample = map(extra.pop, places)
         except KeyError as error:
             raise TypeError(f"scheduler.step() is called without {error}") from error
-        # A subclass, such as a deferred prediction, would record the scheduler's operations on it.
+        # A subclass of Tensor, such as a deferred prediction, would record the scheduler's operations.
         if type(prediction) is not Tensor:
             prediction = prediction.as_subclass(Tensor)
         generator = extra.get(self._generator_index, extra.get("generator"))
@@ -409,7 +409,7 @@ Drive = Callable[[tuple[Tensor, ...]], Iterator[Tensor]]
 
 
 class StepTimesteps(Tensor):
-    """A scheduler's timesteps that iterate in micro-steps; a slice `[k:]` or `[:n]` counts in steps and does so too.
+    """A scheduler's timesteps that iterate in micro-steps, like their slices `[k:]` and `[:n]`, which count steps.
 
     Everything else (length, other indexing, arithmetic) is as in a plain tensor. So is a slice of one timestep that has
     an end: pipelines pass `timesteps[:1]` to schedulers that add noise, which iterate it.

@@ -189,7 +189,7 @@ class SteppedLatents:
         self.set_step_index(steps)
 
     def check_first_latents(self) -> None:
-        """Check that a blending pipeline made its first latents again when it was given them."""
+        """Check that a blending pipeline makes the same first latents again from its first latents."""
         assert self.latents is not None
         if not torch.equal(self.sample, self.latents):
             raise StateError(

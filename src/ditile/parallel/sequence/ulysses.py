@@ -235,7 +235,7 @@ class UlyssesExchange(HeadExchange):
             )
 
     def _repeat_uneven_heads(self, x_BPNH: Tensor, heads: int) -> Tensor:
-        """Return keys or values that the ranks can divide.
+        """Return keys or values whose heads the ranks can divide.
 
         Heads of grouped-query attention are repeated if ranks cannot divide them evenly.
         """
