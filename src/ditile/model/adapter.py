@@ -1,6 +1,6 @@
-"""BlockAdapter: a user's description of a transformer's blocks, with cache-dit's names; and its six forward patterns.
+"""BlockAdapter, a user's description of a transformer's blocks, and ForwardPattern; both have cache-dit's names.
 
-Missing fields are taken from the table or the source; the user's own fields are compared with them.
+Missing blocks and patterns are found in the table or the source; a given pattern is compared with those.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BlockAdapter:
     """The blocks of one transformer, or of several that a pipeline calls in turn (then with a list per transformer).
 
     Attributes:
-        pipe: the pipeline; None for only a transformer. Several transformers need it, because its steps are counted.
+        pipe: the pipeline; None if only a transformer is given. Several transformers need it: its steps are counted.
         transformer: the transformer or transformers; None means the pipeline's own.
         blocks: the list or lists of blocks, in order of execution; None finds them.
         blocks_name: the names of the lists, instead of the lists.
@@ -63,11 +63,11 @@ class BlockAdapter:
         patch_functor: edits each transformer before anything else is done.
         has_separate_cfg: whether guidance is a second call of the transformer; None finds out from the calls.
         auto: whether to search for one list, by the fields that follow.
-        allow_prefixes: prefixes of the name of such a list.
-        check_prefixes: whether the name must have one of them.
-        allow_suffixes: suffixes of the class of its blocks.
-        check_suffixes: whether the class must have one of them.
-        blocks_policy: "max" takes the longest such list, "min" the shortest.
+        allow_prefixes: allowed prefixes of the list's name.
+        check_prefixes: whether the name must have one of these prefixes.
+        allow_suffixes: allowed suffixes of the class name of the list's blocks.
+        check_suffixes: whether the class name must have one of these suffixes.
+        blocks_policy: "max" takes the longest list that fits, "min" the shortest.
         skip_post_init: whether the fields are checked only when the adapter is used.
     """
 
@@ -103,7 +103,7 @@ class TransformerBlockLists:
     Attributes:
         transformer: the transformer itself, without the modules that torch.compile or peft wrapped around it.
         lists: its lists, in order of execution.
-        has_separate_cfg: as in `BlockAdapter`.
+        params_modifiers, has_separate_cfg: as in `BlockAdapter`; the modifiers are one for each list, or none.
         undo: reverts the edits of a `PatchFunctor`.
     """
 
@@ -139,15 +139,15 @@ def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
     """Return an adapter's lists for each of its transformers.
 
     Raises:
-        ModelError: if blocks do not belong to the transformer, or the blocks do not follow the patterns.
+        ModelError: if a field does not fit the pipeline, a transformer or its blocks.
     """
     validate_adapter(adapter)
     # An adapter without transformers has those of its pipeline.
-    named = adapter.transformer
-    if isinstance(named, nn.Module):
-        named = [named]
-    transformers = list(map(unwrap_module, named or find_transformers(adapter.pipe)))
-    if named is not None and adapter.pipe is not None:
+    given = adapter.transformer
+    if isinstance(given, nn.Module):
+        given = [given]
+    transformers = list(map(unwrap_module, given or find_transformers(adapter.pipe)))
+    if given is not None and adapter.pipe is not None:
         called = list(map(unwrap_module, find_transformers(adapter.pipe)))
         for transformer in transformers:
             if transformer not in called:
@@ -209,12 +209,12 @@ def find_transformers(pipe: Any) -> list[nn.Module]:
 def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | None]:
     """Split a field into a list for each transformer; a single value counts for all of them."""
     if not isinstance(value, (list, tuple)):
-        of_each = None if value is None else [value]
-        return [of_each] * count
+        entries = None if value is None else [value]
+        return [entries] * count
     if not value:
         raise ModelError(f"{what} is empty; leave it out, or name one")
     if count == 1:
-        # With one transformer, [[a, b]] has the meaning of [a, b].
+        # With one transformer, [[a, b]] means [a, b].
         if len(value) == 1 and isinstance(value[0], (list, tuple)) and not _is_list_of_blocks(value[0]):
             value = value[0]
         return [_list_field_entries(value)]
@@ -251,13 +251,13 @@ def _resolve_transformer(
     patterns: list[ForwardPattern | None],
     modifiers: list[Any],
 ) -> TransformerBlockLists:
-    """Resolve the lists of one transformer; patterns and modifiers are one for each list, or one for all."""
+    """Resolve the lists of one transformer; patterns and modifiers have one entry for each list, or one for all."""
     # This comes first, because it may edit the blocks.
     undo = _apply_functor(model, adapter.patch_functor)
-    # This is called even if the adapter names the blocks, because it refuses a transformer with blocks that must not
-    # be skipped.
+    # This refuses a transformer whose blocks must not be skipped, also if the adapter names its blocks.
     known_lists = look_up_block_lists(model)
     dummies = adapter.dummy_blocks_names or ()
+    # An unknown name is refused.
     for name in dummies:
         get_module_list(model, name)
     parts: list[list[NamedBlocks]]
@@ -274,7 +274,7 @@ def _resolve_transformer(
     settings = []
     for index, part in enumerate(parts):
         for name, blocks in part:
-            # If the user joined several lists into one, all of them are kept.
+            # A dummy that the user joined with other lists is kept.
             if name in dummies and len(part) == 1:
                 continue
             flow = _resolve_flow(adapter, model, name, blocks, patterns[index])
@@ -357,10 +357,10 @@ def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: Forward
 def _resolve_flow(
     adapter: BlockAdapter, model: nn.Module, name: str, blocks: Sequence[nn.Module], pattern: ForwardPattern | None
 ) -> Flow:
-    """Return the flow of a list's blocks: the pattern's, unless table and source contradict it."""
+    """Return the flow of a list's blocks: the known one, or the pattern's if none is known or nothing is checked."""
     known_flow = find_list_flow(model, name, blocks)
     where = f"{type(model).__name__}.{name}"
-    # Without a pattern, the source must determine the flow.
+    # Without a pattern, the table or the source must determine the flow.
     if pattern is None:
         if known_flow is None:
             raise ModelError(
@@ -397,7 +397,7 @@ def _bind_pattern(pattern: ForwardPattern, where: str, block: nn.Module) -> Flow
 
 
 def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
-    """Let a functor edit a transformer; return a function that undoes the attributes it set on instances."""
+    """Let a functor edit a transformer; return a function that restores the attributes set on instances."""
     if functor is None:
         return lambda: None
     # Only attributes of instances can be restored.
@@ -456,7 +456,7 @@ class ForwardPattern(Enum):
 
 
 Pattern_0, Pattern_1, Pattern_2, Pattern_3, Pattern_4, Pattern_5 = ForwardPattern
-"""The patterns under the names that cache-dit also gives them."""
+"""The patterns as names of this module, as in cache-dit."""
 
 _FLOWS = (
     Flow(("image", "text")),

@@ -26,7 +26,7 @@ DERIVED: dict[type[nn.Module], list[AnatomyRow]] = {}
 
 
 def find_anatomy(transformer: nn.Module) -> Anatomy | None:
-    """Return the anatomy of a transformer, by its class or the nearest base class; None if it was never derived."""
+    """Return the anatomy of a transformer, by its class or the nearest base class; None if no row has its sources."""
     for row in DERIVED.get(type(transformer), ()):
         if list_settings(transformer) <= row["of"] and _has_source_of(transformer, row):
             return _add_columns(transformer, read_row(row))
@@ -39,13 +39,13 @@ def find_anatomy(transformer: nn.Module) -> Anatomy | None:
 
 
 def _add_columns(transformer: nn.Module, anatomy: Anatomy) -> Anatomy:
-    """Add the columns written by hand, which subclasses share."""
+    """Add the columns written by hand for the class, or for its nearest base class."""
     for cls in type(transformer).__mro__:
         if cls.__name__ in read_columns():
             columns: dict[str, Any] = {}
             for name, value in read_columns()[cls.__name__].items():
                 if name == "arguments":
-                    # Blocks are given these arguments, but not in the first call of a step.
+                    # Blocks receive these arguments only in later calls of a step.
                     lists = dict(anatomy.lists)
                     for path, more in value.items():
                         arguments = {**lists[path].arguments, **_freeze_kinds(more)}
@@ -167,8 +167,7 @@ def refuse_wrapper(transformer: nn.Module) -> None:
 def build_block_hooks(
     transformer: nn.Module, other: TransformerHooks | None = None, label: str = ""
 ) -> TransformerHooks:
-    """Build hooks for the blocks of a transformer without installing them; raise `ModelError` if its anatomy is
-    unknown."""
+    """Build hooks for a transformer's blocks without installing them; raise `ModelError` if its anatomy is unknown."""
     anatomy = find_anatomy(transformer)
     if anatomy is None:
         refuse_wrapper(transformer)

@@ -25,7 +25,7 @@ from ditile.plan.anatomy import Flow
 
 IMAGE_PARAMETER = "hidden_states"
 TEXT_PARAMETERS = ("encoder_hidden_states", "context", "text_embed", "text", "txt")
-"""Parameters that take text in blocks that do not return it."""
+"""Names of block parameters that may take the text."""
 
 AnatomyRow = Mapping[str, Any]
 """An anatomy as JSON, see `anatomies.py`."""
@@ -42,7 +42,7 @@ class TransformerEntry:
         mirrored: whether the last blocks read the results of the first ones, in reverse order: the last block reads the
             result of the first.
         has_rows: whether the first dimension of the tokens, and of all that goes with them, is the batch.
-        tables: arguments of the transformer that are the same for all rows of a batch, whatever their length.
+        tables: arguments of the transformer without a batch dimension, even if their first one is as long as the batch.
         note: other facts that a cache must know.
         refusal: why no block may be skipped; empty if blocks may be.
     """
@@ -98,9 +98,9 @@ def read_transformer_table() -> Mapping[str, TransformerEntry]:
             # Rows of a class differ in the classes of its blocks, and not in its lists.
             lists = {}
             for path, blocks in anatomies[name][0]["lists"].items():
-                # A text that blocks do not return is an argument among others.
-                whole_texts = [text for text in (*TEXT_PARAMETERS, "cond") if text in blocks["arguments"]]
-                text = blocks["text"] or next(iter(whole_texts), None)
+                # Blocks that do not return the text have it among their arguments.
+                text_arguments = [text for text in (*TEXT_PARAMETERS, "cond") if text in blocks["arguments"]]
+                text = blocks["text"] or next(iter(text_arguments), None)
                 lists[path] = Flow(tuple(blocks["returns"]), blocks["image"], text)
         table[name] = TransformerEntry(lists=lists, **entry)
     return table

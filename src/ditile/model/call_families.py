@@ -1,4 +1,4 @@
-"""The calls of FLUX.1, SD3 and PixArt, whose shape and work are told without recording one."""
+"""The calls of FLUX.1, SD3 and PixArt, whose shapes and work are computed without recording a call."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ SHORT = 300
 
 
 def fingerprint(value: Any, depth: Literal["shape", "memory", "numbers"]) -> Hashable:
-    """Return a value that is equal for arguments that are equal at a depth."""
+    """Return a value that two arguments share if they are equal at the given depth."""
     if depth == "numbers":
-        # NaN is left out: it would differ from itself.
+        # NaN goes on to JSON: as a value it would differ from itself.
         if value is None or (isinstance(value, int | float) and value == value):
             return value
         try:
             text = json.dumps(value, default=_describe_object, sort_keys=True, ensure_ascii=False)
-        except TypeError:  # keys that JSON has not
+        except TypeError:  # a key that JSON cannot hold
             return type(value).__qualname__
         if len(text) <= SHORT:
             return text

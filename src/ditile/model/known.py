@@ -98,7 +98,7 @@ class KnownModel:
 
 @lru_cache(maxsize=1)
 def list_known_models() -> tuple[KnownModel, ...]:
-    """Return all known models, first the bundled ones."""
+    """Return all known models, the bundled ones first."""
     table = json.loads((ASSETS / "models.json").read_text("utf-8"))
     models = []
     for name, facts in table.items():

@@ -129,7 +129,7 @@ def list_call_parameters(pipe: Any) -> dict[str, Parameter]:
         parameters = dict(inspect.signature(pipe.__call__).parameters)
         parameters.pop("self", None)
         return parameters
-    # Which inputs are needed depends on the others, and on the results of earlier blocks.
+    # All get a default, because which inputs are needed depends on other inputs and on earlier blocks.
     parameters = {}
     for argument in pipe._blocks.inputs:
         if argument.name is not None:
@@ -148,7 +148,7 @@ def read_call_values(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_pipeline_parts(pipe: Any) -> dict[str, Any]:
-    """Return a pipeline's parts by name, also parts that its class can make, which `components` leaves out."""
+    """Return a pipeline's parts by name, including attributes that `components` leaves out."""
     components = getattr(pipe, "components", None) or {}
     return {**components, **getattr(pipe, "__dict__", {})}
 
@@ -166,7 +166,7 @@ def list_schedulers(pipe: Any) -> list[Any]:
 
 
 def list_denoiser_names(pipe: Any) -> list[str]:
-    """Return a pipeline's attributes for the models of its loop, first its transformer or U-Net.
+    """Return the names of a pipeline's attributes for the models in its loop, its transformer or U-Net first.
 
     A modular pipeline may use its own names for two checkpoints of a model.
     """
@@ -175,7 +175,7 @@ def list_denoiser_names(pipe: Any) -> list[str]:
         names = sorted(filter(DENOISER_NAME.fullmatch, pipe.component_names))
     names = [name for name in names if isinstance(getattr(pipe, name, None), nn.Module)]
     if not names and not is_modular(pipe):
-        # A model from no library may have any name.
+        # A model from neither of these libraries may have any name.
         for name, part in (getattr(pipe, "components", None) or {}).items():
             if not isinstance(part, nn.Module) or _BESIDE_THE_LOOP.search(name):
                 continue
@@ -263,20 +263,20 @@ def count_most_iterations(pipe: Any, call: Mapping[str, Any], steps: int | None)
         steps: the number of steps; None if unknown.
 
     Returns:
-        The number; None also if timesteps or sigmas have no length.
+        The count; None without a number of steps, or if timesteps or sigmas have no length.
     """
     if steps is None:
         return None
-    most = steps
+    max_steps = steps
     for name in ("timesteps", "sigmas"):
         if call.get(name) is None:
             continue
         try:
-            most = max(most, len(call[name]))
+            max_steps = max(max_steps, len(call[name]))
         # The argument is a number, or a tensor of one number: the pipeline itself checks it.
         except TypeError:
             return None
-    return int(most * getattr(pipe.scheduler, "order", 1))
+    return int(max_steps * getattr(pipe.scheduler, "order", 1))
 
 
 def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
@@ -336,18 +336,18 @@ def _read_guidance_table() -> Mapping[str, Mapping[str, Any]]:
 def describe_cut_prompts(pipe: Any, call: Mapping[str, Any]) -> str | None:
     """Describe the first text of a call that every text encoder cuts; return None if no text is cut by all."""
     parameter = list_call_parameters(pipe).get("max_sequence_length")
-    most_tokens = call.get("max_sequence_length", getattr(parameter, "default", None))
+    max_tokens = call.get("max_sequence_length", getattr(parameter, "default", None))
     for name in ("prompt", "negative_prompt"):
         texts = call.get(name)
         for text in texts if isinstance(texts, list) else [texts]:
             # CLIP reads 77 tokens of a prompt, and T5 reads 512: the encoder that cuts the least counts.
-            num_cut, num_tokens = min(_count_cut_tokens(pipe, text, most_tokens), default=(0, 0))
+            num_cut, num_tokens = min(_count_cut_tokens(pipe, text, max_tokens), default=(0, 0))
             if num_cut > 0:
                 return f"the {name} has {num_tokens} tokens, and {num_tokens - num_cut} are read"
     return None
 
 
-def _count_cut_tokens(pipe: Any, text: Any, most_tokens: Any) -> Iterator[tuple[int, int]]:
+def _count_cut_tokens(pipe: Any, text: Any, max_tokens: Any) -> Iterator[tuple[int, int]]:
     """Yield for each text encoder how many tokens of a text it does not read, and how many there are."""
     for name, tokenizer in pipe.components.items():
         encoder = getattr(pipe, name.replace("tokenizer", "text_encoder"), None)
@@ -357,7 +357,7 @@ def _count_cut_tokens(pipe: Any, text: Any, most_tokens: Any) -> Iterator[tuple[
         # CLIP has an embedding for each place, and reads no further token; T5 reads as many tokens as the call says.
         places = getattr(getattr(encoder, "config", None), "max_position_embeddings", None)
         num_tokens = len(tokenizer(text, verbose=False).input_ids)
-        yield max(0, num_tokens - min(places or limit, most_tokens or limit)), num_tokens
+        yield max(0, num_tokens - min(places or limit, max_tokens or limit)), num_tokens
 
 
 def explain_empty_call(call: Mapping[str, Any]) -> str | None:
@@ -453,7 +453,7 @@ def explain_latent_cut(kind: type, call: Mapping[str, Any]) -> str | None:
 
 
 def _find_loop_owner(kind: type) -> str | None:
-    """Return the class of diffusers whose call a class of pipelines has; None for a user's own call."""
+    """Return the name of the class that defines a pipeline class's call; None for a user's own call."""
     function = inspect.unwrap(kind.__call__)
     if function.__module__.partition(".")[0] not in ("diffusers", "ditile"):
         return None
@@ -505,7 +505,7 @@ def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool, trusts_code
     """Explain why a modular pipeline's guidance cannot be divided with its model; None if it can.
 
     Args:
-        partial: whether tokens are cut, and belong to branches of guidance.
+        partial: whether the plan attends to stale keys or has stages, so that predictions are known in part.
         fresh: whether every part of a prediction that is used is from the current step.
         trusts_code: whether a user's guider may receive a prediction that is partly unknown.
     """
@@ -548,7 +548,7 @@ def _guides_each_place_alone(guider: BaseGuidance) -> bool:
 
 
 def _find_guidance_owner(guider: BaseGuidance) -> str | None:
-    """Return the class of diffusers whose guidance a guider has; None for a user's own guidance."""
+    """Return the name of the diffusers class that defines a guider's forward; None for a user's own forward."""
     guide = type(guider).forward
     if not guide.__module__.startswith("diffusers."):
         return None
@@ -581,7 +581,7 @@ def replace_call_globals(
         kind = type(block)
         functions = {}
         for name in dir(kind):
-            # `getattr_static` leaves out static methods, which would become methods of the instance.
+            # `getattr_static` returns no function for a static method, whose copy would become a method.
             method = inspect.getattr_static(kind, name)
             if _uses_globals(method, values):
                 functions[name] = method
@@ -616,9 +616,9 @@ def skip_decode_blocks(stack: ExitStack, pipe: Any) -> None:
 
 
 def hide_block_tracebacks(stack: ExitStack) -> None:
-    """Keep blocks from logging passing errors with their traceback, until the stack is closed.
+    """Keep blocks from logging the errors that pass through them, until the stack is closed.
 
-    Each block of a tree would log it; the error is reported where it is caught.
+    Each block of a tree would log the traceback; the error is reported where it is caught.
     """
     logger = logging.getLogger(modular_pipeline.__name__)
 

@@ -24,7 +24,7 @@ from ditile.plan.errors import ModelError
 def defer_projections(
     x: Tensor, linears: Sequence[Any], norms: Sequence[Any], heads: tuple[int, int]
 ) -> list[DeferredTensor]:
-    """Return functions that compute q, k and v of `[B, S, C]` when called.
+    """Return functions that compute q, k and v from `[B, S, C]` when called.
 
     Args:
         norms: the norm after each Linear, or None.

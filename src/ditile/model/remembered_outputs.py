@@ -24,14 +24,13 @@ from ditile.plan.anatomy import Anatomy
 
 @dataclass(frozen=True, eq=False)
 class OutputMemoizer:
-    """Remembers the outputs of modules that do not see the latents, so that they are computed once and not for each
-    patch.
+    """Remembers the outputs of modules that do not see the latents, which are computed once and not for each patch.
 
-    Outside of the blocks their outputs are kept for a step, because a pipeline gives all its patches the same
-    conditions, and while their inputs are the same tensors, unchanged. What is made of the latents there is read only
-    on the first stage, so other stages keep their first outputs; the head is read only on the last stage.
+    Outside the blocks, an output is kept for a step, because a pipeline gives all its patches the same conditions, and
+    longer while its inputs are the same tensors, unchanged. An output made of the latents is read only on the first
+    stage, and the head's output only on the last; every other stage keeps such an output for good.
 
-    Within the blocks they are kept for a step, and only while their inputs are the same tensors, unchanged.
+    Within the blocks, an output is kept for a step, and only while its inputs are the same tensors, unchanged.
 
     Attributes:
         transformer, anatomy: the model, and its known structure.
@@ -70,15 +69,15 @@ class OutputMemoizer:
                 continue
             if not name.startswith(block_prefixes):
                 self._remember_output(stack, name, module)
-            # What is around the forward of a module may count its calls.
+            # A hook around a module's forward may count its calls.
             elif not any(map(has_forward_hooks, module.modules())):
                 self._remember_output(stack, name, module, within=True)
 
     def survey_call(self, run: Callable[[], Any], is_fed: Callable[[], bool]) -> Any:
-        """Survey a call with NaN for latents, and remember no output from now on that is made of them and read.
+        """Survey a call with NaN for latents, and exclude the modules whose outputs must not be remembered.
 
         Args:
-            is_fed: whether, after the call, any block has received something else that is made of the latents.
+            is_fed: returns, after the call, whether any block has received more from the latents than its tokens.
 
         Returns:
             The result of `run`.
@@ -115,9 +114,9 @@ class OutputMemoizer:
     def _remember_output(
         self, stack: ExitStack, name: str, module: nn.Module, *, lasts: bool = False, within: bool = False
     ) -> None:
-        """Keep a module's output for a step and while its inputs stay the same, or for good if `lasts`.
+        """Keep a module's output for a step and longer while its inputs stay the same, or for good if `lasts`.
 
-        If the module is `within` a block, its output must be of this step and have the same inputs too.
+        For a module `within` a block, the output must be of this step and also of the same inputs.
         """
         now = self.now
         forward = module.forward

@@ -39,7 +39,7 @@ def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | N
     # A hook would give a patch what it remembers of the patch before.
     if plan.attends_to_stale_keys and (steps is None or plan.warmup < steps):
         accepted = ()
-    # A stage lacks the first or the last block, between which a hook on blocks skips.
+    # A hook on blocks skips from the first block to the last, and a stage lacks one of them.
     elif plan.pipefusion > 1:
         accepted = _LAYER_HOOKS
     # Ranks with different tokens would decide differently if a hook compared them.

@@ -27,7 +27,6 @@ def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
     table: dict[str, Any] = json.loads((ASSETS / "support.json").read_text("utf-8"))
     columns = set(table["columns"])
     rows = [row for row in table["families"] if row["transformer"] == transformer.__name__]
-    # A pipeline without a row is judged by the others of its transformer.
     rows = [row for row in rows if row["pipeline"] == pipeline] or rows
     if not rows:
         return dict.fromkeys(columns - {"data", "cfg"}, "is not in the table of families")
@@ -63,7 +62,7 @@ def check_plan_fits_loop(pipe: Any, plan: Plan) -> None:
     # A plan that divides only the batch calls the whole model, whatever that does with its tokens.
     if plan.divides_the_batch_alone:
         return
-    # Perturbed attention replaces processors during the run, on a model with processors that may be replaced already.
+    # Perturbed attention replaces processors during the run, also those that ditile has put there.
     divides_images = plan.world > plan.data * plan.tensor or plan.num_patches > 1
     if is_guided_in_attention and divides_images:
         raise ModelError(
