@@ -1,8 +1,8 @@
 """Routes the attention of a block's layers to the cores of a plan, however the block calls attention.
 
-Layers that go through diffusers' `dispatch_attention_fn`: diffusers passes `processor._parallel_config` verbatim to the
-backend that `processor._attention_backend` names. Layers that call torch's scaled dot-product attention themselves:
-calls of that function go to a core while the layer's forward runs.
+If a layer goes through diffusers' `dispatch_attention_fn`, its core is `processor._parallel_config`, which diffusers
+passes verbatim to the backend that `processor._attention_backend` names. If a layer calls torch's scaled dot-product
+attention itself, calls of that function go to the core while the layer's forward runs.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def install_attention(
     """Install cores in the layers of a block until the stack is closed.
 
     Args:
-        overlapped: stock processor -> what makes one that sends each of q, k and v while the next is computed.
+        overlapped: stock class -> what makes the processor that sends each of q, k and v while the next is computed.
         build: (layer, backend, kind, through_dispatch) -> the attention of a layer.
-        choose_backend: the name of the attention backend that calls a core, given the name that a processor has.
+        choose_backend: (the backend that a processor names) -> the backend that calls a core.
         is_whole: whether the current call does without cores; None if all calls have them.
     """
     for path, module in hook.list_attentions():
@@ -64,18 +64,18 @@ def install_attention(
             if core is not None and count_key_repeats(module) > 1:
                 core = UnrepeatedKeys(core, count_key_repeats(module))
             cores.append(core)
-        attend = cores[0]
+        attention = cores[0]
         if len(cores) > 1:
-            attend = turns = CallsInTurn(layer, cores, len(cores) - len(list_adapter_calls(stock)))
+            attention = turns = CallsInTurn(layer, cores, len(cores) - len(list_adapter_calls(stock)))
             stack.callback(hook.block.register_forward_hook(exclude_from_compile(turns.end_block)).remove)
-        assert attend is not None
+        assert attention is not None
         has_further_keys = any(FURTHER in kind for _, kind in calls)
-        if attend.overlaps and type(stock) in overlapped:
-            override_attribute(stack, module, "processor", overlapped[type(stock)](attend))
+        if attention.overlaps and type(stock) in overlapped:
+            override_attribute(stack, module, "processor", overlapped[type(stock)](attention))
         # Layers with further keys do not give `_parallel_config` to each call, so torch's function is redirected.
         elif through_dispatch and is_whole is None and not has_further_keys:
             processor = copy.copy(stock)
-            processor._parallel_config = attend
+            processor._parallel_config = attention
             processor._attention_backend = choose_backend(backend)
             override_attribute(stack, module, "processor", processor)
         else:
@@ -84,8 +84,8 @@ def install_attention(
                 processor = copy.copy(stock)
                 processor._attention_backend = AttentionBackendName.NATIVE
                 override_attribute(stack, module, "processor", processor)
-            redirect = AttentionRedirect(attend)
-            # A block that attends by itself may be left out by a cache, and then attends to nothing.
+            redirect = AttentionRedirect(attention)
+            # A block that attends by itself is not checked: if a cache leaves it out, it attends to nothing.
             checked_layer = layer if path else None
             redirected = RedirectedForward(redirect, checked_layer, is_whole, module.forward)
             override_attribute(stack, module, "forward", redirected.run)
@@ -94,7 +94,7 @@ def install_attention(
 class MaskOfRealPairs:
     """Attention with a mask of pairs that says no more than a mask of keys does.
 
-    It allows a pair if query and key are both real, and nobody reads the results of padded queries.
+    The mask allows a pair if query and key are both real, and nobody reads the results of padded queries.
     """
 
     overlaps = False
@@ -136,27 +136,27 @@ class UnrepeatedKeys:
 
 
 class CallsInTurn:
-    """The attention of a layer that attends several times in each call, known by their turn.
+    """The attention of a layer that attends several times in each call; its turn tells which core attends.
 
     Args:
         layer: its name in the model.
-        least: how many turns there are at least; a call without images for IP-adapters has no turns for them.
+        min_turns: the smallest number of turns; a call without images for IP-adapters has no turns for them.
     """
 
     overlaps = False
 
-    def __init__(self, layer: str, cores: Sequence[LayerAttention | None], least: int) -> None:
+    def __init__(self, layer: str, cores: Sequence[LayerAttention | None], min_turns: int) -> None:
         self._layer = layer
         self._cores = cores
         self._turn = 0
-        self._known = range(least, len(cores) + 1)
+        self._expected = range(min_turns, len(cores) + 1)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """Attend with the core whose turn it is, `[B, S, N, H]` to the same.
+        """Attend with the core whose turn it is, `[B, S, N, H]` to the same shape.
 
-        Where this rank has all keys, torch attends.
+        In a turn without a core this rank has all keys, and torch attends.
         """
         core = self._cores[self._turn % len(self._cores)]
         self._turn += 1
@@ -176,13 +176,13 @@ class CallsInTurn:
         """
         turns = self._turn
         self._turn = 0
-        if turns and turns not in self._known:
+        if turns and turns not in self._expected:
             raise StateError(
-                f"{self._layer} attended {turns} times in a call and {self._known[-1]} times when its class was "
+                f"{self._layer} attended {turns} times in a call and {self._expected[-1]} times when its class was "
                 "studied, so which keys each call takes is not known; use a plan of data or cfg"
             )
-        if turns and len(self._known) > 1:
-            self._known = range(turns, turns + 1)
+        if turns and len(self._expected) > 1:
+            self._expected = range(turns, turns + 1)
 
 
 def copy_multi_head_attention(attend: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -204,11 +204,10 @@ class RedirectedForward:
     """The forward of a layer whose attention goes to a core.
 
     Attributes:
-        redirect: to the core.
-        layer: the name in the model; None for a block that computes its attention itself, where the hook of a cache
-            may leave it out.
-        is_whole: whether a call attends as the layer itself does.
-        forward: of the layer.
+        redirect: sends attention to the core.
+        layer: its name in the model; None for a block that computes attention itself, which a cache may leave out.
+        is_whole: whether the current call attends as the layer itself does.
+        forward: the layer's own forward.
     """
 
     redirect: AttentionRedirect
@@ -221,7 +220,7 @@ class RedirectedForward:
         """Run the forward.
 
         Raises:
-            ModelError: if nothing went to the core: each rank would attend to its own keys alone.
+            ModelError: if nothing went to the core: each rank would attend only to its own keys.
         """
         if self.is_whole is not None and self.is_whole():
             return self.forward(*args, **kwargs)
@@ -242,7 +241,7 @@ class AttentionMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # Inside of torch's own function this mode is off, so a copy of it calls `attend`.
+        # Inside torch's `multi_head_attention_forward` this mode is off, so a copy of that function calls `attend`.
         self._multi_head = copy_multi_head_attention(self.attend)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

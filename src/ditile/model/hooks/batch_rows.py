@@ -3,8 +3,8 @@
 A row is one branch of guidance of one image. Rows never see each other in a transformer, so any run of them may be
 computed apart; only the shapes of matrices change, and with them the last bits.
 
-A table of positions may be as long as the batch, so a length alone says nothing of a class that ditile does not know:
-there the lab finds out.
+A table of positions may be as long as the batch. So if ditile does not know a model's class, the length of an argument
+says nothing, and the lab studies the class.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class BatchDims:
 class BatchDimFinder:
     """Finds the batch dimension of the arguments of a model.
 
-    For a class of diffusers the table says it. In an argument that the table does not know it is the first dimension,
-    if that is as long as the batch. The lab asks the forward of any other class, once for each kind of call.
+    For diffusers' classes it is read from the table. In an argument outside the table it is the first dimension, if
+    that is as long as the batch. For any other class the lab tries the forward, once for each kind of call.
 
     Args:
         model: the model, as the user gave it.
@@ -163,6 +163,6 @@ def _join_parts(*parts: Any) -> Any:
 
 
 def list_paths(arguments: Mapping[str, Any]) -> list[tuple[TensorPath, Tensor]]:
-    """Return every tensor of a call, also those within dicts, lists and tuples."""
+    """Return every tensor of a call with its path, also those within dicts, lists and tuples."""
     leaves = pytree.tree_leaves_with_path(dict(arguments))
     return [(path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor)]

@@ -172,7 +172,7 @@ class BlockCalls:
         return forward_at_hook
 
     def _check_visits(self, expected: int) -> None:
-        """Raise `StateError` if the forward left out blocks, since stages may meet at them."""
+        """Raise `StateError` if the forward ran another number of blocks, since stages may meet at them."""
         if self._visits != expected:
             # The advice does not name tensor parallelism, which counts the blocks of a call too.
             raise StateError(
@@ -256,10 +256,10 @@ class BlockCalls:
                 image = torch.nan_to_num(image)
             return give_streams(hook.anatomy, image, text)
 
-        # Attention must not mix tokens that are not made of the latents with others here.
+        # In this pass attention must not mix tokens that are not made of the latents with others.
         with AttentionWatch(_keep_own_values):
             self._run_pass(pass_first_block, forward, poison_latents(inputs, self._latents))
-        # The survey that follows refuses a call of no blocks.
+        # The survey that follows refuses a call without blocks.
         if not flags:
             return frozenset()
         return frozenset((~flags[-1]).nonzero().flatten().tolist())
@@ -293,7 +293,7 @@ class BlockCalls:
         return grid._replace(frames=frames)
 
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
-        """Run the forward without its blocks, with NaN in place of a patch's tokens."""
+        """Run the forward without its blocks, with NaN in place of a patch's tokens after the last block."""
         assert now.dry.patch is not None
         rows = self._count_rows(inputs, now.form)
         now.dry.called_models[now.branch] = RehearsedModel(id(self._transformer), now.is_whole, rows)
@@ -496,7 +496,7 @@ def _rehearse_block(last: int, now: Generation, hook: BlockHook, call: dict[str,
     layout = now.tokens.layout
     start = layout.text if anatomy.joint == "text_first" else 0
     image = torch.nan_to_num(image)
-    # These are the tokens of a patch, or the rows whose number has the bit.
+    # The runs of a patch's tokens, or of the rows whose number has the bit.
     runs = list(layout.locate_tokens(now.dry.patch))
     if now.dry.bit is not None:
         runs = []

@@ -63,7 +63,7 @@ class LoadedBlocks:
         owned: the blocks that were read.
         weights: the numbers of parameters in the whole transformer.
         bytes_read: the bytes that were read from the files.
-        guards: refuse calls and saving with only a part of the weights, until a runner has it.
+        guards: refuse calls and saving with only a part of the weights, until a runner has the transformer.
         shard: (index, weights of the ranks) of the part read from each tensor.
         tensor_shares: see `TensorCuts`.
     """
@@ -186,7 +186,7 @@ class TransformerHooks:
             The numbers of parameters in the whole transformer.
 
         Raises:
-            StateError: if a runner has the transformer, or only other blocks, or too few for `keep`, were read.
+            StateError: if a runner has the transformer, or not all blocks that are needed here were read.
         """
         loaded = self.loaded_blocks
         name = type(self.transformer).__name__
@@ -214,8 +214,7 @@ class TransformerHooks:
         return loaded.weights
 
     def explain_refusal(self, blocks: range) -> str | None:
-        """Explain why the attention of some of these blocks cannot be divided (an unknown processor); None if it
-        can."""
+        """Explain why the attention processors of these blocks cannot be divided; None if they can."""
         for model in self.models:
             for hook in model.chain[blocks.start : blocks.stop]:
                 if hook.name in self._adapters and hook.list_adapter_kinds() != self._adapters[hook.name]:
@@ -292,9 +291,9 @@ class TransformerHooks:
         Args:
             owned: the blocks that run here.
             now: the generation under way.
-            core: (layer, backend, kind) -> the attention of a layer.
-            dispatch: the name of the attention backend that calls a core, given the name that a processor has.
-            fuse: is called on the blocks that run here uncompiled.
+            core: (layer, backend, kind, through_dispatch) -> the attention of a layer.
+            dispatch: (the backend that a processor names) -> the backend that calls a core.
+            fuse: is called on the owned blocks that are not compiled.
             pipe: the pipeline of the model, which may have compiled it.
             compile_: compiles the forward of each block that runs here, unless the user compiled the model.
             around: wraps the forward of a block that runs here, if given.
@@ -320,7 +319,7 @@ class TransformerHooks:
                 is_own = hook.index in owned
                 if not is_own and type(hook.block) in own_blocks and is_placeholder(hook.block):
                     lend_parts(stack, hook.block, own_blocks[type(hook.block)])
-                # This precedes the block's hook, which may compute attention itself and is not called in every pass.
+                # This precedes the block's hook: a block may compute attention itself, and some passes do not call it.
                 if is_own or hook.index in self.replacement_blocks:
                     self._replace_attention(stack, hook, now, core, dispatch, is_own=is_own)
                 own_around = functools.partial(around, now, hook) if around and is_own else None

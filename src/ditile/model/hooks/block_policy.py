@@ -135,8 +135,7 @@ class BlockPolicy(Protocol):
         """Begin a call of the transformer; return its micro-batches, ranges of the batch's rows, in order."""
 
     def restart_transformer_call(self) -> None:
-        """Reset before the transformer's forward, also before a second try after the first raised without any
-        message."""
+        """Reset before the transformer's forward, also before a second try if the first raised before any message."""
 
     def begin_micro_batch(self, micro_batch: int) -> None:
         """Begin a micro-batch, if there are several."""
@@ -180,8 +179,8 @@ class CallForm(NamedTuple):
         text: the number of text tokens that pass through the blocks.
         start: where the image begins, if the model has a single sequence, all of which counts as image.
         glued: the indices of the blocks before which the forward builds new tokens.
-        fed: name of each block after the first -> whether it receives anything that is computed from the latents, as a
-            boolean tensor of one element.
+        fed: name of each block after the first -> whether something computed from the latents reaches it around the
+            first block, as a boolean tensor of one element.
         returns_text: whether the model makes a prediction from the text tokens too, as it does if they are a sound.
         rows, visits: the rows of the batch in the first block, and the number of calls of blocks in the forward.
         latents: the part of a single sequence that is computed from the latents; None if unknown, which means all of
@@ -213,7 +212,7 @@ class CallForm(NamedTuple):
 def advise_whole_tokens(transformer: Any, anatomy: Anatomy, plan: Plan) -> str:
     """Return advice for a plan that failed: to use other axes, without a division of tokens.
 
-    `tensor` is among them only if it is known how to shard the model, from its anatomy or from its class.
+    `tensor` is among them if the plan does not use it, and the anatomy or the class says how to shard the model.
     """
     has_cuts = bool(anatomy.tensor or getattr(transformer, "_tp_plan", None))
     if has_cuts and plan.tensor == 1:

@@ -67,7 +67,7 @@ def decide_compile(
         plan, device, rank: how and where the model runs. Rank 0 logs why "auto" compiles nothing.
 
     Raises:
-        ModelError: if `setting` is none of them, or the blocks are not known.
+        ModelError: if `setting` is none of them, or it is True and the blocks are not known.
     """
     if setting not in (True, False, COMPILE_AUTO):
         raise ModelError(f"compile={setting!r} is not known; try True, False or 'auto'")
@@ -228,7 +228,7 @@ class CustomOp:
     """A function of tensors whose result is a new tensor with the shape, type and device of the first.
 
     Args:
-        fn: `(*tensors, scale) -> tensor`, the last of which is a mask.
+        fn: `(*tensors, mask, scale) -> tensor`.
         turn: an integer tensor that every call adds 1 to; compiled calls that share it keep their order.
     """
 

@@ -1,7 +1,7 @@
 """One product for q, k and v, because the products of a patch are small, and starting many takes the host long.
 
 Their weights are adjacent in memory and stay three parameters with their names and values. A change to one
-in place, as when a LoRA is fused, changes its part of the whole, and no weight is in memory twice, unlike with
+in place, as when a LoRA is fused, changes its part of the joint weight, and no weight is in memory twice, unlike with
 diffusers' `fuse_qkv_projections`.
 
 A layer with LoRAs that add nothing now counts as the plain layer below them, so that an image without LoRAs is the

@@ -28,8 +28,8 @@ class LayerTokens:
     """The tokens of an attention layer at a micro-step.
 
     Attributes:
-        runs: for each rank that holds some of them, the places of its tokens in the whole sequence, in its own order.
-        index: this rank's place among these ranks.
+        runs: for each rank of the split, the places of its tokens in the whole sequence, in its own order.
+        index: this rank's place in the split.
         length: the number of tokens in the whole sequence.
         image: the places of the image in the sequence; empty in a layer of text only.
         dummies: the number of this rank's tokens that stand for absent text; no other rank sees them.
@@ -75,12 +75,12 @@ class LayerTokens:
             return 0
         if kind[1:] == FURTHER:
             return length
-        image = len(self.image)
+        num_image = len(self.image)
         if own is not None:
-            image = sum(len(run) for run in self.runs[self.index] if run.start in self.image)
+            num_image = sum(len(run) for run in self.runs[self.index] if run.start in self.image)
         if kind[0] == "N":
-            return image
-        return length - image
+            return num_image
+        return length - num_image
 
 
 @dataclass(slots=True)
@@ -171,10 +171,7 @@ class LayoutTokens:
         return tokens
 
     def get_argument_runs(self, patch: int | None) -> Runs:
-        """Return the positions of this rank's tokens in a patch, for each kind of tokens.
-
-        Without a patch they are positions in the image.
-        """
+        """Return, for each kind of tokens, the places of this rank's tokens of a patch (None: of the image)."""
         if patch not in self._runs:
             layout = self.layout
             part = self.get_own_part(patch)
@@ -320,7 +317,7 @@ class Generation:
         is_whole: whether every rank computes all tokens of the current call, see `Anatomy.modes`.
         form: the form of the current call.
         is_surveyed: whether the current call does not count: it computes no block, or is a call of another model.
-        layouts: the tokens of each branch, apart for calls that are computed whole; known after a survey.
+        layouts: the tokens of each branch, separately for calls that are computed whole; known after a survey.
         tokens: the tokens of the current call, out of `layouts`.
 
     The rehearsal writes `dry` and `findings`.
@@ -359,8 +356,7 @@ class Generation:
     findings: Findings = field(default_factory=Findings)
 
     def become(self, other: Generation) -> None:
-        """Take over the state of another generation, so that hooks keep their reference to this object."""
-        # Hooks hold this object for as long as the model is divided.
+        """Take over the state of another generation; hooks hold this object for as long as the model is divided."""
         for state in fields(self):
             setattr(self, state.name, getattr(other, state.name))
 
@@ -413,8 +409,7 @@ class Generation:
 
     @property
     def num_references(self) -> int:
-        """Return the number of patches of reference images; 1 if calls were not cut again since references were
-        found."""
+        """Return the number of patches of reference images; until calls are cut, 1 if there are such images."""
         counts = [tokens.layout.num_references for tokens in self.layouts.values()]
         if counts:
             return max(counts)

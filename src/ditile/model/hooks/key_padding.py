@@ -52,9 +52,9 @@ class FurtherKeys(NamedTuple):
         joined_v = torch.cat([v[:, :at], self.values, v[:, at:]], dim=1)
         if mask is not None and self.mask is not None:
             shape = torch.broadcast_shapes(mask.shape[:3], self.mask.shape[:3])
-            whole = mask.expand(*shape, -1)
-            own = self.mask.expand(*shape, -1)
-            mask = torch.cat([whole[..., :at], own, whole[..., at:]], dim=3)
+            outer_mask = mask.expand(*shape, -1)
+            own_mask = self.mask.expand(*shape, -1)
+            mask = torch.cat([outer_mask[..., :at], own_mask, outer_mask[..., at:]], dim=3)
         return joined_k, joined_v, mask
 
 
@@ -79,7 +79,7 @@ class AttentionOptions(NamedTuple):
 
 
 def expand_mask(mask: Tensor, batch: int) -> Tensor:
-    """Return a mask with shape `[B or 1, N or 1, queries or 1, keys]`, with one row if all queries have the same.
+    """Return a mask as `[B or 1, N or 1, queries or 1, keys]`; if it repeats one row for all queries, keep that row.
 
     Args:
         mask: `[B, keys]`, `[queries, keys]`, `[B, queries, keys]` or of four dimensions.
@@ -98,7 +98,7 @@ def expand_mask(mask: Tensor, batch: int) -> Tensor:
 
 
 def make_pairs_error(mask: Tensor) -> ModelError:
-    """Make the error for a mask that differs between queries and does not cover the whole sequence."""
+    """Make the error for a mask that differs between queries and cannot be cut with the tokens."""
     return ModelError(
         f"an attention mask of shape {tuple(mask.shape)} tells queries apart, and only one of keys, [B, keys] or "
         "[B, 1, 1, keys], or of all queries and keys can be cut with the tokens; use a plan of data or cfg"

@@ -114,9 +114,9 @@ class KeyStore:
                 )
             # Zeros at first: with warmup 0 the first step attends to zeros, like in the paper.
             # Heads come before tokens, so that the memory of a head is contiguous.
-            whole = (rows, k.shape[2], self._length, k.shape[3])
-            k_buffer = self._make_zeros("k", whole, k).transpose(1, 2)
-            v_buffer = self._make_zeros("v", whole, k).transpose(1, 2)
+            buffer_shape = (rows, k.shape[2], self._length, k.shape[3])
+            k_buffer = self._make_zeros("k", buffer_shape, k).transpose(1, 2)
+            v_buffer = self._make_zeros("v", buffer_shape, k).transpose(1, 2)
             self.buffers = buffers = (k_buffer, v_buffer)
             self.buffer_bytes = k_buffer.nbytes + v_buffer.nbytes
         places = self._places.get((runs, batch_range))
@@ -253,7 +253,7 @@ class SliceEntry(NamedTuple):
 
 
 class RememberedOutput:
-    """The output of a module. The same unchanged tensors and numbers as inputs give the same output.
+    """The output of a module, which it gives again for the same inputs if these are unchanged tensors and plain values.
 
     Args:
         given: the module's inputs, if they must be compared.
@@ -261,8 +261,8 @@ class RememberedOutput:
     Attributes:
         step: the step that last used it.
         tensors, versions: the output's tensors, and their versions when it was remembered.
-        given_ids: tells the inputs apart; None if one is neither a number nor a tensor whose writes are counted.
-        given_tensors, given_versions: the inputs' tensors, and their versions likewise.
+        given_ids: the inputs' ids; None if an input is neither a plain value nor a tensor whose writes are counted.
+        given_tensors, given_versions: the inputs' tensors, and their versions when the output was remembered.
     """
 
     def __init__(self, output: Any, given: tuple[Any, ...]) -> None:
@@ -445,7 +445,7 @@ class GenerationMemory:
 
     @contextmanager
     def list_marks(self, step: int) -> Iterator[list[SegmentMark]]:
-        """List the segments that are marked within the context, with their age in a step; complete afterwards."""
+        """List the segments that are marked within the context, with their age in a step; filled at its end."""
         stores = dict(self._stores)
         marks: list[SegmentMark] = []
         for store in stores.values():

@@ -28,11 +28,11 @@ IN_CALL = "_called_by_ditile"
 
 
 class WatchedMethod:
-    """A replacement for a method of an instance. A copy of the instance gets the plain method again, bound to the copy.
+    """A replacement for a method of an instance. A copy of the instance gets the plain method, bound to the copy.
 
     Args:
         watch: is called in place of the method, with the method as its first argument.
-        on_copy: (plain method of the copy) -> the method to put there instead; called when the instance is copied.
+        on_copy: (plain method of the copy) -> the method that the copy gets instead; called by a copy of the instance.
     """
 
     def __init__(
@@ -89,8 +89,7 @@ def find_plain_class(owner: Any) -> type:
 
 
 def replace_pipeline_call(stack: ExitStack, pipe: Any, call: Callable[..., Any]) -> None:
-    """Run `call`, with the pipeline's own call before its arguments, in place of a pipeline's call until the stack is
-    closed."""
+    """Replace a pipeline's call until the stack is closed; `call` receives the pipeline's own call first."""
     # Python looks `__call__` up on the class, so the instance needs a class of its own.
     stock = type(pipe).__call__
 
@@ -129,11 +128,11 @@ def replace_globals(function: Callable[..., Any], values: Mapping[str, Any]) -> 
     closure = function.__closure__
     # A decorator calls the function that it wraps through a cell of its closure.
     if inner is not None and closure is not None:
-        copied = types.CellType(replace_globals(inner, values))
+        inner_cell = types.CellType(replace_globals(inner, values))
         cells = list(closure)
         for place, cell in enumerate(closure):
             if cell.cell_contents is inner:
-                cells[place] = copied
+                cells[place] = inner_cell
         closure = tuple(cells)
     namespace = {**function.__globals__, **values}
     copied_function = types.FunctionType(
@@ -196,7 +195,7 @@ def find_latents_parameter(transformer: nn.Module) -> str:
 
 
 def find_first_input(names: Sequence[str]) -> str:
-    """Return the first parameter with a name for neither time nor text; the first if all are."""
+    """Return the first parameter with a name for neither time nor text; the first of all if there is none."""
     for name in names:
         if not _TIME_OR_TEXT.fullmatch(name):
             return name
@@ -204,8 +203,7 @@ def find_first_input(names: Sequence[str]) -> str:
 
 
 def match_modules(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield sub-modules with a path that matches a pattern; in it `*` stands for one name."""
-    # The modules of each level are in the order of the model.
+    """Yield the sub-modules whose path matches a pattern, in the order of the model; `*` stands for one name."""
     first, _, rest = pattern.partition(".")
     for name, child in root.named_children():
         if first not in ("*", name):

@@ -19,7 +19,7 @@ from ditile.plan.errors import ModelError
 def list_predictions(result: Any) -> list[Tensor]:
     """Return the tensors of a model's result, which may be bare, in a tuple or in one of diffusers' output objects.
 
-    A list has a prediction for each row of the batch, which are stacked. An object of a user's class has them in its
+    A list has a prediction for each row of the batch, and these are stacked. A user's class has predictions in its
     attributes or items.
     """
     open_result_class(result)
@@ -33,7 +33,7 @@ def list_predictions(result: Any) -> list[Tensor]:
 
 
 def open_result_class(result: Any) -> None:
-    """Register the class of a model's result with pytree, like diffusers does for its own outputs."""
+    """Register the class of a model's result with pytree, as diffusers registers its own outputs."""
     cls = type(result)
     if result is None or cls in pytree.SUPPORTED_NODES or isinstance(result, Tensor | tuple | list):
         return
@@ -143,7 +143,7 @@ class Piece:
 
     Attributes:
         dim, run: a run along a dimension; the run is None if the elements are not a run.
-        index: places in a row `[B, ...]` flattened; where rows differ, places in the whole tensor flattened.
+        index: indices into each flattened row of `[B, ...]`; if rows differ, into the whole flattened tensor.
         has_rows: whether the first dimension is the batch, and the same elements of each row belong to the patch.
     """
 
@@ -156,7 +156,7 @@ class Piece:
     def from_mask(cls, mask: Tensor) -> Piece:
         """Make the piece of the elements for which a boolean mask is set.
 
-        Waits for the device of the mask, where an index stays.
+        Waits for the mask's device, which also gets the index of the piece.
         """
         device = mask.device
         mask = mask.cpu()

@@ -70,7 +70,7 @@ def restore_contents(module: nn.Module, contents: ModuleContents) -> None:
 
 
 class PartView:
-    """The view of a block's part that can be read without its weights, such as its attention processor.
+    """A view of the attributes of a block's part that are not weights, such as its attention processor.
 
     Args:
         part: the part of another block of the same class.

@@ -73,7 +73,7 @@ class KeyMaskSource(Protocol):
     """Gathers a layer's mask of keys from all ranks that split the tokens."""
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """Return the mask of all keys for `batch` rows, from a mask of this rank's keys or the whole sequence.
+        """Return the mask of all keys for `batch` rows, from a mask of this rank's keys or of all keys.
 
         Only this rank's heads are kept; all heads if `heads` is None.
         """
@@ -207,11 +207,11 @@ class SkipAgreement:
     owned: Collection[nn.Module] | None = None
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """Sum over the ranks that split the tokens and branches of these blocks; the result is on the CPU."""
+        """Sum over the ranks that split the tokens and branches of this rank's blocks; the result is on the CPU."""
         return sums.cpu()
 
     def take_first_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return the numbers of the first of these ranks; the others measured equal numbers except for rounding."""
+        """Return the first rank's numbers; those measured by the other ranks differ only by rounding."""
         return list(numbers)
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:

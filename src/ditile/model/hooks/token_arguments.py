@@ -137,7 +137,7 @@ def find_misfit(value: Any, kinds: Kinds, lengths: Mapping[str, int]) -> str | N
         for size, kind in zip(shape, dims, strict=True):
             if kind != "1" and kind not in TOKENS:
                 continue
-            # One row serves all tokens.
+            # A dimension of length 1 serves all tokens.
             if size not in (1, lengths.get(kind)):
                 return f"the shape {shape}, and its dimensions are known as {word}"
     return None

@@ -1,8 +1,8 @@
 """The first play of a tape: its results are compared with those of the call's code, bit for bit.
 
-It is made right after the capture, on the memory that the code found, and without other ranks. Messages that the code
-received are put in place, and outgoing ones are compared instead of sent. Afterwards the memory has the values left by
-the code.
+It is made right after the capture, on memory as the code found it, and without other ranks. Messages that the code
+received are put in place, and outgoing messages are compared instead of sent. Afterwards the memory has the values left
+by the code.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ DEVICE_BYTES = 2**28
 
 
 class TensorKeeper:
-    """Copies of tensors of one call, which may be large."""
+    """Makes copies of one call's tensors, which may be too large for the device."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
 
     def copy_tensor(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor on the device, or to the host if the device has many already."""
+        """Copy a tensor on its device, or to the host if the copies are larger than `DEVICE_BYTES`."""
         self._num_bytes += tensor.nbytes
         device = tensor.device
         if self._num_bytes > DEVICE_BYTES:
@@ -41,7 +41,7 @@ class FirstPlay(NamedTuple):
     Attributes:
         code: the call as its code made it, with copies of its messages.
         result: the result of the code.
-        written: older memory written by the code, with its previous values, in order.
+        written: memory older than the call that the code wrote, with its previous values, in order.
         keeper: copies tensors.
     """
 
@@ -51,7 +51,7 @@ class FirstPlay(NamedTuple):
     keeper: TensorKeeper
 
     def find_difference(self, recording: Recording, result: Any, made: Collection[int]) -> str:
-        """Return the difference of the tape's results from the code's, or nothing.
+        """Return how the tape's results differ from the code's; empty if they are equal.
 
         Args:
             recording: the tape.
@@ -67,7 +67,7 @@ class FirstPlay(NamedTuple):
                     memories.append(place)
         after = [self.keeper.copy_tensor(memory) for memory in memories]
         try:
-            # The first copy of some memory has the values found by the code.
+            # Reversed, because the first copy of some memory has the values found by the code.
             for memory, before in reversed(self.written):
                 memory.copy_(before)
             difference = self._play_alone(recording)
@@ -75,8 +75,8 @@ class FirstPlay(NamedTuple):
             code_leaves, code_form = pytree.tree_flatten(self.result)
             if not difference and not (form == code_form and all(map(has_same_bits, leaves, code_leaves))):
                 difference = "its result differs"
-            for (memory, _), written in zip(self.written, after, strict=False):
-                if not difference and not has_same_bits(memory, written):
+            for (memory, _), expected in zip(self.written, after, strict=False):
+                if not difference and not has_same_bits(memory, expected):
                     difference = "what it writes differs"
         finally:
             for memory, left in zip(memories, after, strict=True):
@@ -84,15 +84,15 @@ class FirstPlay(NamedTuple):
         return difference
 
     def _play_alone(self, recording: Recording) -> str:
-        """Play a tape without its messages. Return the difference in its own messages, or nothing."""
-        heard: Iterator[Message] = iter(self.code.messages)
+        """Play a tape without exchanging messages; return how its messages differ from the code's, or nothing."""
+        code_messages: Iterator[Message] = iter(self.code.messages)
         for index, action in enumerate(recording.tape.actions):
             if index in recording.notes:
                 continue
             if index not in recording.messages:
                 action()
                 continue
-            sent, received = next(heard)
+            sent, received = next(code_messages)
             message = recording.messages[index]
             if not all(map(has_same_bits, message.sent, sent)):
                 return "a message differs"

@@ -1,7 +1,7 @@
 """The tapes of a runner and their memory, with a limit.
 
-What was least recently used goes first, over all models, sizes and places: tapes, and the keys and values kept in place
-for tapes. Time counts in calls of the pipeline, so that nothing used by the current call goes.
+What was least recently used is dropped first, over all models, sizes and places: tapes, and the keys and values kept in
+place for tapes. Time is counted in calls of the pipeline, so nothing that the current call uses is dropped.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ditile.model.recording.first_play import has_same_bits
 from ditile.plan.errors import StateError
 
 SHARE_OF_MEMORY = 0.25
-"""Share of a GPU's memory for tapes at most, including keys and values kept for them.
+"""The maximum share of a GPU's memory for tapes, including keys and values kept for them.
 
 FLUX.1's stale keys are 3.2 GB at 1024 px on one GPU, and 12 GB at 2048 px; allocations of a step come on top. So 80 GB
 have room for four sizes like the first or one like the second, 24 GB of weights, and a step that is not recorded."""
 FORMS_KEPT = 1024
-"""Forms of calls that are known. Their tapes have a limit in bytes, so this only keeps the table small."""
+"""The maximum number of known forms. Their tapes have a limit in bytes, so this only keeps the table small."""
 
 
 class StaticInput:
@@ -81,10 +81,10 @@ class CallTape:
         inputs: memory for each tensor that a call is given.
         marks: (branch and layer, segment, age) of the keys that are in the store after a call.
         result: the result of a call, in the tape's memory.
-        stored: the state of a cache of blocks after a call, listed like in `BlockCache`.
+        stored: the state of a cache of blocks after a call, as listed by `BlockCache.list_stored_keys`.
         buffers: the names of the call's buffers that stay from step to step.
         addresses: the addresses of weights, keys and these buffers.
-        epoch: when the addresses were last compared, see `GenerationMemory`.
+        epoch: the epoch in which the addresses were last compared, see `GenerationMemory`.
         makers: tapes of other patches that must be played before this tape in a step.
         num_lost: the number of steps in which one of them was not played.
     """
@@ -128,7 +128,7 @@ class KeptTapes:
 
     Args:
         make_segments: makes the capturer of calls, for each size of images.
-        limit_bytes: most memory of tapes, including the keys and values kept for them.
+        limit_bytes: the maximum memory of tapes, including the keys and values kept for them.
         has_room: (bytes of all pools, of one pool) -> whether one more call can be captured in that pool.
 
     Attributes:
@@ -148,7 +148,7 @@ class KeptTapes:
         self._calls: dict[Hashable, CallTape] = {}
         # Tapes reference the memory they read, so memory that none reads is freed.
         self._statics: WeakValueDictionary[Hashable, StaticInput] = WeakValueDictionary()
-        # Tapes of one size share memory, which goes with the last of them, and not while one is recorded.
+        # Tapes of one size share memory, which is freed with the last of them, and not while one is recorded.
         self._segments: WeakValueDictionary[Hashable, Segments] = WeakValueDictionary()
         self._pool_bytes: dict[Hashable, int] = {}
         self._tape_bytes = 0
@@ -201,27 +201,26 @@ class KeptTapes:
         return static
 
     def enforce_limit(self) -> bool:
-        """Count the memory of all tapes after one was added or dropped. False if those of this generation hold too
-        much."""
+        """Count the memory of all tapes, and drop the oldest if they hold too much; return whether the rest fits."""
         self._count_tape_bytes()
         return self.make_room(0)
 
     def make_room(self, num_bytes: int) -> bool:
-        """Forget the least recently used until so many bytes more fit. False if that is not enough."""
+        """Forget the least recently used until `num_bytes` more fit; return whether they do."""
         while self.num_bytes + num_bytes > self._limit_bytes:
             if not self._drop_oldest():
                 return False
         return True
 
     def make_room_to_capture(self, size: Hashable) -> bool:
-        """Forget the least recently used until the device has free memory to capture a call on images of a size."""
+        """Forget the least recently used until a call on images of a size can be captured; return whether it can."""
         while not self._has_room(sum(self._pool_bytes.values()), self._pool_bytes.get(size, 0)):
             if not self._drop_oldest():
                 return False
         return True
 
     def _drop_oldest(self) -> bool:
-        """Forget the least recently used. False if this generation uses all that is left."""
+        """Forget the least recently used; return False if this generation uses all that is left."""
         used = [call.last_used for call in self._list_taped_calls()]
         oldest = min([*used, *self.kept_buffers.list_generations()], default=self.generation)
         if oldest >= self.generation:

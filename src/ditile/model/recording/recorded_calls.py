@@ -40,12 +40,12 @@ def sum_recorded_calls(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def format_recorded_calls(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Format the number of calls played on the rank that played the fewest, and the main reason for code there."""
+    """Format the number of played calls on the rank that played the smallest share, and its main reason for code."""
     # A replica without an image calls nothing.
     busy = [rank for rank in ranks if rank["calls"]] or ranks
-    fewest = min(busy, key=lambda rank: rank["played"] / max(1, rank["calls"]))  # perhaps no rank made a call
-    text = f"{fewest['played']} of {fewest['calls']} calls played"
-    if not fewest["as_code"]:
+    lowest = min(busy, key=lambda rank: rank["played"] / max(1, rank["calls"]))  # perhaps no rank made a call
+    text = f"{lowest['played']} of {lowest['calls']} calls played"
+    if not lowest["as_code"]:
         return text
-    reason, count = max(fewest["as_code"].items(), key=lambda item: item[1])
+    reason, count = max(lowest["as_code"].items(), key=lambda item: item[1])
     return f"{text}; {count} ran as code: {reason}"

@@ -39,7 +39,7 @@ NUM_PREPARING_CALLS = 2
 UNPLAYED_FORMS = 16
 """Recording stops at a place after this many forms in a row that were never played."""
 LOOKS = 2
-"""The most calls of a form that are watched: the first call may have a problem that a later one does not have."""
+"""The maximum number of watched calls of a form: the first may have a problem that a later one does not have."""
 
 CACHE_DECIDES = "a cache decides by numbers of the call, or has none yet"
 FIRST_STEP = "the first step"
@@ -60,7 +60,7 @@ CAPTURE_ERRORS = (
 """Exceptions during a capture, which repeats a finished call: only the tape is lost."""
 
 _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
-"""Types of arguments and results that can be told apart by their values."""
+"""The only types of arguments and results in calls that are recorded."""
 
 
 class Invocation(NamedTuple):
@@ -87,14 +87,14 @@ class BlockCache(Protocol):
         """List the values stored by blocks in a recorded call; None if some were stored for the first time."""
 
     def repeat_call(self) -> AbstractContextManager[None]:
-        """Repeat the last call within the context, from the state before that call. Nothing is noted."""
+        """Repeat the last call within the context, from the state before that call, without noting anything."""
 
     def end_played_call(self, stored: Sequence[Any]) -> None:
         """Note that a tape was played instead of the call."""
 
 
 class RecordedSteps:
-    """The recorded calls of a runner, which outlive its calls.
+    """The recorded calls of a runner, which last from one call of the runner to the next.
 
     Args:
         make_segments: makes the capturer of a call.
@@ -250,7 +250,7 @@ class RecordedSteps:
         """Return whether a call in the first step of a generation equals an earlier one except for its arguments."""
         if call.tape is None or call.marks:
             return False
-        # Code that enters blocks in the first step learns the form of messages between stages.
+        # With several stages, the code must run in the first step, to learn the form of their messages.
         if now.schedule.stages > 1:
             return False
         addresses, problem = self._look_at_model(now, model)
@@ -268,14 +268,14 @@ class RecordedSteps:
         return model_call.run()
 
     def _replace_lost_tape(self, call: CallTape, model_call: Invocation) -> Any:
-        """Make a call by its code, because a tape that computes inputs of its own tape was not played in this step."""
+        """Make a call by its code, because its tape reads outputs of a tape that was not played in this step."""
         call.num_lost += 1
         if call.num_lost > LOOKS:
             # From now on the call computes everything it needs, so it is watched again.
             call.drop_tape()
             return self._look_at_call(call, model_call)
         if self._shared.tapes:
-            # Other tapes have computed these inputs, and the next recording will read them there.
+            # Other tapes have computed such outputs, and the next recording will read those.
             call.drop_tape()
         return self._run_code("what it shares with other patches was not played", model_call)
 
@@ -284,7 +284,7 @@ class RecordedSteps:
         self.preparations[reason] += 1
 
     def _look_at_call(self, call: CallTape, model_call: Invocation) -> Any:
-        """Make the first call of a form, which loads kernels and shows obstacles to recording."""
+        """Make a call that is watched: it loads kernels and shows obstacles to recording."""
 
         now = model_call.now
         self.preparations[WATCHED] += 1
@@ -399,7 +399,7 @@ class RecordedSteps:
             place = f"{type(model).__name__}, branch {now.branch}, patch {now.micro_step.patch}, size {call.size}"
             LOG.warning("%s in %s: %s; such calls run as code", UNEQUAL, place, difference)
             return UNEQUAL
-        # Memory besides weights and keys may be freed, and a tape with other addresses is not played.
+        # The tape holds what it reads; weights and keys are left out, because a tape is not played if these move.
         known = {tensor.untyped_storage().data_ptr() for tensor in list_weight_memory(model)}
         known.update(memory.list_storage_addresses(now.branch))
         recording.tape.held.append([tensor for address, tensor in watch.read.items() if address not in known])
@@ -411,8 +411,7 @@ class RecordedSteps:
 
     @contextmanager
     def _hide_remembered(self, now: Generation, shared: Outputs) -> Iterator[None]:
-        """Hide remembered values in the context, except those shared by calls. A tape would read the memory of
-        another call."""
+        """Hide remembered values, except shared ones, within the context: a tape would read another call's memory."""
         with ExitStack() as stack:
             stack.enter_context(now.memory.hide_remembered(shared))
             for scope in self.scopes:
@@ -420,7 +419,7 @@ class RecordedSteps:
             yield
 
     def _fill_inputs(self, owner: Hashable, leaves: list[Any], moment: Hashable) -> tuple[list[StaticInput], list[Any]]:
-        """Copy tensors to memory that stays. Return it, and the leaves with it in their place."""
+        """Copy tensors to memory that stays; return that memory, and the leaves with it in place of tensors."""
         inputs: list[StaticInput] = []
         statics = list(leaves)
         for index, leaf in enumerate(leaves):
@@ -448,8 +447,7 @@ class RecordedSteps:
         return addresses, now.memory.list_addresses(now.branch, call.buffers)
 
     def _look_at_model(self, now: Generation, model: nn.Module) -> tuple[Any, str]:
-        """Return the addresses of a model's weights, and why it cannot be recorded; once in an epoch for all its
-        calls."""
+        """Return the result of `survey_model`, which runs once in an epoch for all calls of the model."""
         epoch, addresses, problem = self._models.get(id(model), (None, None, ""))
         if epoch is not now.memory.epoch:
             addresses, problem = survey_model(model)

@@ -4,8 +4,8 @@ A module with the same inputs for each patch, such as one that makes a modulatio
 of a step. That tape ends with a copy of the module's output, and the tapes of the other patches were recorded to read
 it. So they may only be played in steps after that tape was played.
 
-The copies are outside of the memory that tapes share. An earlier tape writes into shared memory that was free at its
-time, so it must not be played between a tape that writes there and one that reads it.
+The copies are outside of the memory that tapes share. There a tape writes into any memory that was free when it was
+recorded, so it could overwrite an output between the tape that makes the output and one that reads it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Outputs = dict[Hashable, RememberedOutput]
 
 
 class StepOutputs:
-    """The calls of the current step, of the model and branch that are called now.
+    """The outputs shared in the current step, of the model and the branch that are being called.
 
     Attributes:
         tapes: the tapes that were made or played in the step, and write something for others; none is kept alive here.
@@ -68,18 +68,18 @@ class StepOutputs:
         return outputs
 
     def keep_outputs(self, recording: Recording, outputs: Outputs) -> None:
-        """Keep outputs of a new tape beyond those from `list_outputs`, until the tape is dropped.
+        """Keep the outputs that a new tape adds to those from `list_outputs`, until the tape is dropped.
 
         The call must be over. The tape then ends with a copy of these outputs, and the copy replaces them.
         """
-        given: set[Hashable] = set()
+        shared_keys: set[Hashable] = set()
         for other in self._list_tapes():
-            given |= self._outputs[other].keys()
-            # Memory written by this tape must not be read by tapes after it.
+            shared_keys |= self._outputs[other].keys()
+            # Later tapes must not read an output that this call has written into.
             self._outputs[other] = _select_unchanged(self._outputs[other])
         own: Outputs = {}
         for key, known in _select_unchanged(outputs).items():
-            if key not in given:
+            if key not in shared_keys:
                 own[key] = known
         if own:
             # They are copied to memory that no other tape writes into, now and at the end of each play.

@@ -30,9 +30,9 @@ _READ_FORM = operator.attrgetter("shape", "dtype")
 
 
 def survey_model(model: nn.Module) -> tuple[Any, str]:
-    """Return the addresses of a model's weights and its settings, and why it cannot be recorded, or nothing.
+    """Return the addresses of a model's weights and its settings, and why it cannot be recorded; "" if it can.
 
-    A loop over the tables of the modules: torch's own iterators make twenty times as many Python calls.
+    The loop reads the modules' tables, because torch's own iterators make twenty times as many Python calls.
     """
     problem = ""
     weights: list[Tensor | None] = []
@@ -51,7 +51,7 @@ def survey_model(model: nn.Module) -> tuple[Any, str]:
         # These are, for example, scales of adapters. They are sorted, because the order of a set depends on all names.
         for name in sorted(contents.keys() - _NAMES_OF_MODULES):
             value = contents[name]
-            # Hooks of a call are among the names only in some calls.
+            # Other values may be hooks of a call, which are there only in some calls.
             if isinstance(value, _DESCRIBED):
                 settings.append((name, _describe_value(value)))
         processor = contents.get("processor")
