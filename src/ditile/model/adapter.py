@@ -1,6 +1,6 @@
 """BlockAdapter, a user's description of a transformer's blocks, and ForwardPattern; both have cache-dit's names.
 
-Missing blocks and patterns are found in the table or the source; a given pattern is compared with those.
+Missing blocks and patterns are found in the table or the source; a given pattern is compared with them.
 """
 
 from __future__ import annotations

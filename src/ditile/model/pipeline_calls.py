@@ -112,7 +112,7 @@ def find_call_owner(pipe: Any) -> Any:
 
 
 def list_required_inputs(pipe: Any) -> set[str]:
-    """Return the arguments without which no call of a pipeline, or of a class of pipelines, can generate."""
+    """Return the arguments that every call of a pipeline, or of a class of pipelines, must have."""
     if is_modular(pipe):
         return {argument.name for argument in pipe._blocks.inputs if argument.required}
     parameters = list_call_parameters(pipe)
@@ -256,7 +256,7 @@ def explain_manager_refusal(pipe: Any, device: torch.device, reader: str) -> str
 
 
 def count_most_iterations(pipe: Any, call: Mapping[str, Any], steps: int | None) -> int | None:
-    """Count the iterations that a pipeline's loop has at most: solvers of a higher order make several in a step.
+    """Return the maximum number of iterations in a pipeline's loop: solvers of higher order make several in a step.
 
     Args:
         call: its arguments; timesteps and sigmas in them may override the number of steps.
@@ -280,7 +280,7 @@ def count_most_iterations(pipe: Any, call: Mapping[str, Any], steps: int | None)
 
 
 def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Describe a call's use of statistics of a whole prediction, which is partly one step old in a step of patches.
+    """Describe the statistics of a prediction that a call uses; in a step of patches a part of these is one step old.
 
     Args:
         call: its arguments, and the defaults of the others.
@@ -465,7 +465,7 @@ _CALLED_BY_PIPELINES = ("add_noise", "scale_noise", "set_begin_index", "set_time
 
 
 def explain_replaced_step_refusal(pipe: Any) -> str | None:
-    """Explain why a pipeline with replaced methods cannot be stepped patch by patch or on another stage."""
+    """Explain why replaced methods of schedulers do not work with patches or several stages; None if they do."""
     for scheduler in list_schedulers(pipe):
         replaced = [name for name in list_replaced_methods(scheduler) if name not in _CALLED_BY_PIPELINES]
         if replaced:

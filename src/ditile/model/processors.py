@@ -108,7 +108,7 @@ class SD3OverlappedProcessor:
     def __call__(
         self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, *_: Any, **__: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return what attention makes of image `[B, S, C]` and text `[B, T, C]`, or of the image alone."""
+        """Return what attention makes of image `[B, S, C]` and text `[B, T, C]`, or only of the image."""
         makers = defer_joint_projections(attn, hidden_states, encoder_hidden_states, (attn.heads, -1), "image_first")
         out = self._core.attend_overlapped(makers).flatten(2).to(hidden_states.dtype)
         if encoder_hidden_states is None:

@@ -53,18 +53,18 @@ class OutputMemoizer:
         Args:
             compiled: blocks within which nothing is remembered, because the modules in them are part of their graph.
         """
-        row = self.anatomy
+        anatomy = self.anatomy
         compiled_prefixes = tuple(f"{block}." for block in compiled)
-        block_prefixes = tuple(f"{name}." for name in row.lists)
-        lasting = list(row.constant)
+        block_prefixes = tuple(f"{name}." for name in anatomy.lists)
+        lasting = list(anatomy.constant)
         if not self.first:
-            lasting += row.embeds
+            lasting += anatomy.embeds
         if not self.last:
-            lasting += row.head
+            lasting += anatomy.head
         for name, module in self._find_modules(lasting):
             if not f"{self.label}{name}".startswith(compiled_prefixes):
                 self._remember_output(stack, name, module, lasts=True)
-        for name, module in self._find_modules(row.per_step):
+        for name, module in self._find_modules(anatomy.per_step):
             if f"{self.label}{name}".startswith(compiled_prefixes):
                 continue
             if not name.startswith(block_prefixes):
@@ -82,7 +82,7 @@ class OutputMemoizer:
         Returns:
             The result of `run`.
         """
-        row = self.anatomy
+        anatomy = self.anatomy
         called = set[str]()
 
         def note_output(name: str, is_of_latents: bool, module: nn.Module, args: Any, output: Any) -> None:
@@ -96,14 +96,14 @@ class OutputMemoizer:
             called.add(name)
 
         with ExitStack() as stack:
-            for patterns, is_of_latents in ((row.per_step, False), (row.embeds, True)):
+            for patterns, is_of_latents in ((anatomy.per_step, False), (anatomy.embeds, True)):
                 for name, module in self._find_modules(patterns):
                     note = functools.partial(note_output, name, is_of_latents)
                     stack.callback(module.register_forward_hook(note).remove)
             result = run()
         # The blocks, or the forward after them, read something made of the latents.
-        if not self.first and row.embeds and (has_nan(result) or is_fed()):
-            for name, _ in self._find_modules(row.embeds):
+        if not self.first and anatomy.embeds and (has_nan(result) or is_fed()):
+            for name, _ in self._find_modules(anatomy.embeds):
                 self.excluded.add(name)
         return result
 

@@ -19,9 +19,9 @@ from torch import nn
 from ditile.plan.plan import Plan
 
 _LAYER_HOOKS = (PyramidAttentionBroadcastHook, TaylorSeerCacheHook)
-"""Hooks that decide by the step alone, and remember the output of one layer."""
+"""Hooks that decide only by the step, and remember the output of one layer."""
 _STEP_HOOKS = (*_LAYER_HOOKS, MagCacheHeadHook)
-"""Hooks that decide by the step alone; the last one skips all blocks after the first."""
+"""Hooks that decide only by the step; the last one skips all blocks after the first."""
 _REMEDY = "call disable_cache() on the model, and ditile.enable_cache(pipe) in place of it"
 
 

@@ -152,7 +152,7 @@ class BlockCalls:
 
     def wrap_block(self, hook: BlockHook, forward: Forward) -> Forward:
         """Wrap a block's forward so that it computes this rank's tokens."""
-        # Read once here: `inspect` is too slow for every call.
+        # They are read once, when the block is wrapped: `inspect` is too slow for every call.
         names = list_parameter_names(hook.block)
         index = hook.index
         now = self._now
@@ -183,8 +183,8 @@ class BlockCalls:
 
     def _run_micro_batches(self, forward: Forward, inputs: Mapping[str, Any], micro_batches: Sequence[range]) -> Any:
         rows = micro_batches[-1].stop
-        known = self._anatomy.inputs
-        name = find_unknown_rows(inputs, known, self._latents, rows)
+        input_kinds = self._anatomy.inputs
+        name = find_unknown_rows(inputs, input_kinds, self._latents, rows)
         if name is not None:
             raise ModelError(
                 f"whether {name} of {self._model_name} has a row for each of {rows} images is not "
@@ -196,7 +196,7 @@ class BlockCalls:
             # The messages of a micro-batch are due before its first block is reached.
             self._policy.begin_micro_batch(index)
             select = operator.itemgetter(slice(batch_range.start, batch_range.stop))
-            results.append(forward(**slice_rows(inputs, known, select)))
+            results.append(forward(**slice_rows(inputs, input_kinds, select)))
         return join_batch_results(results)
 
     def _count_rows(self, inputs: Mapping[str, Any], form: CallForm) -> int:
@@ -228,7 +228,7 @@ class BlockCalls:
             )
         return is_whole
 
-    def _survey_call(self, forward: Forward, inputs: dict[str, Any], known: CallForm | None, checks: bool) -> CallForm:
+    def _survey_call(self, forward: Forward, inputs: dict[str, Any], prior: CallForm | None, checks: bool) -> CallForm:
         """Run the forward with blocks that pass their inputs on, to learn the form of a call."""
         padding = frozenset[int]()
         if self._now.schedule.references is not None and self._anatomy.is_one_sequence:
@@ -240,9 +240,9 @@ class BlockCalls:
         result = self._memo.survey_call(run, survey.is_fed)
         form = survey.describe_call()
         form = form._replace(grid=self._read_grid(inputs, form), visits=self._visits, padding=padding)
-        if known is not None:
+        if prior is not None:
             # In a second survey other inputs are NaN too, so the result says nothing about the text.
-            return form._replace(returns_text=known.returns_text)
+            return form._replace(returns_text=prior.returns_text)
         return form._replace(returns_text=survey.poisons_text and has_nan(result))
 
     def _find_padding(self, forward: Forward, inputs: Mapping[str, Any]) -> frozenset[int]:
@@ -703,7 +703,7 @@ class _DividedPass:
 
 
 def _cut_for_patch(value: Any, kinds: Kinds, now: Generation) -> Any:
-    # The runs are looked up only here, because most blocks find the part that another one has cut.
+    # The runs are looked up only for a cut, because most blocks find a part that an earlier block has cut.
     return cut_argument(value, kinds, now.tokens.get_argument_runs(now.token_patch))
 
 

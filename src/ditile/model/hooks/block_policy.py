@@ -182,7 +182,7 @@ class CallForm(NamedTuple):
         fed: name of each block after the first -> whether something computed from the latents reaches it around the
             first block, as a boolean tensor of one element.
         returns_text: whether the model makes a prediction from the text tokens too, as it does if they are a sound.
-        rows, visits: the rows of the batch in the first block, and the number of calls of blocks in the forward.
+        rows, visits: the number of the batch's rows in the first block, and of calls of blocks in the forward.
         latents: the part of a single sequence that is computed from the latents; None if unknown, which means all of
             the image.
         padding: the tokens of a single sequence that are not computed from the latents, such as padding; filled in only

@@ -123,7 +123,7 @@ def wrap_model_call(stack: ExitStack, pipe: Any, model: nn.Module, wrap: Callabl
     """Wrap a pipeline's calls of its model, compiled or not, until the stack is closed."""
     owner = model
     name = "forward" if get_compiled_call(model) is None else COMPILED_CALL_ATTRIBUTE
-    # `torch.compile` makes a module around the model, and the pipeline calls that one.
+    # `torch.compile` makes a module around the model, and the pipeline calls that module.
     for _, outer in _find_compiled_wrappers(pipe, model):
         owner = outer
         name = "forward"

@@ -122,9 +122,9 @@ class RehearsedPrediction(Tensor):
         if name == "normalize":
             return result.masked_fill(is_nan, float("nan")).as_subclass(cls)
         dim = named.get("dim", named.get("axis"))
-        place = _DIM_OF_REDUCTIONS[name]
-        if dim is None and len(args) > place:
-            dim = args[place]
+        dim_index = _DIM_OF_REDUCTIONS[name]
+        if dim is None and len(args) > dim_index:
+            dim = args[dim_index]
         options = {}
         # `mean` without a dim takes no `keepdim`.
         if dim is not None:

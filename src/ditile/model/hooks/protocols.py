@@ -24,7 +24,7 @@ DeferredTensor = Callable[[], Tensor]
 
 
 FindBases = Callable[[Hashable, Hashable], SiteBases | None]
-"""(name of a message in a layer, its sizes on all ranks) -> what last arrived there; None if it travels in full."""
+"""(name of a message in a layer, its sizes on all ranks) -> what its site received last; None if it travels in full."""
 
 
 class HeadExchange:

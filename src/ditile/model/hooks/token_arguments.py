@@ -150,18 +150,18 @@ def find_unknown_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], 
         noisy: the argument with the latents.
     """
     for name, value in arguments.items():
-        known = kinds.get(name, ())
+        own_kinds = kinds.get(name, ())
         is_list_of_rows = isinstance(value, list) and len(value) == rows
-        if known == (ROWS,) and (value is None or is_list_of_rows):
+        if own_kinds == (ROWS,) and (value is None or is_list_of_rows):
             continue
         leaves = pytree.tree_leaves(value)
         # The argument has another number of leaves than when its kinds were found.
-        if known and len(known) != len(leaves) and value is not None:
+        if own_kinds and len(own_kinds) != len(leaves) and value is not None:
             return name
         for place, leaf in enumerate(leaves):
             word = None
-            if known and isinstance(leaf, Tensor):
-                word = select_word(known[place], leaf.ndim)
+            if own_kinds and isinstance(leaf, Tensor):
+                word = select_word(own_kinds[place], leaf.ndim)
             if name == noisy and (not word or "B" not in word):
                 return name
             is_long = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
@@ -176,14 +176,14 @@ def slice_rows(
     """Cut the arguments of a call down to some rows of its batch; `select` indexes along the rows."""
     sliced = dict(arguments)
     for name, value in arguments.items():
-        known = kinds.get(name, ())
+        own_kinds = kinds.get(name, ())
         if value is None:
             continue
-        if known == (ROWS,):
+        if own_kinds == (ROWS,):
             sliced[name] = select(value)
-        elif "B" in "".join(known):
+        elif "B" in "".join(own_kinds):
             leaves, structure = pytree.tree_flatten(value)
-            for place, (leaf, words) in enumerate(zip(leaves, known, strict=True)):
+            for place, (leaf, words) in enumerate(zip(leaves, own_kinds, strict=True)):
                 word = ""
                 if isinstance(leaf, Tensor):
                     word = select_word(words, leaf.ndim) or ""

@@ -60,7 +60,7 @@ class StaticInput:
             self.tensor.copy_(source)
         elif checks and not has_same_bits(self.tensor, source):
             raise StateError(f"a tensor {list(source.shape)} was changed within a step, and its version was not")
-        # Referenced here, so that no other tensor gets its memory and looks like it.
+        # The reference keeps another tensor from getting the source's memory and looking like it.
         self._source = source
         self._state = state
 

@@ -482,7 +482,7 @@ def _is_first_call(now: Generation, model: nn.Module) -> bool:
     begun = now.memory.begun_models
     key = (model, now.branch)
     is_first = _is_first_step(now)
-    # `begun` is empty if no call so far came here, see `_explain_code`.
+    # `begun` is empty if no call so far reached this function, see `_explain_code`.
     if begun and key not in begun:
         is_first = True
     if is_first:

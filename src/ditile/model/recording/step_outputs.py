@@ -1,4 +1,4 @@
-"""Outputs computed in a step for all its patches: the tape of one patch writes them, and those of the others read them.
+"""Outputs computed in a step for all its patches: the tape of one patch writes them, and the others' tapes read them.
 
 A module with the same inputs for each patch, such as one that makes a modulation of the time, is part of the first tape
 of a step. That tape ends with a copy of the module's output, and the tapes of the other patches were recorded to read
@@ -29,7 +29,7 @@ class StepOutputs:
     """The outputs shared in the current step, of the model and the branch that are being called.
 
     Attributes:
-        tapes: the tapes that were made or played in the step, and write something for others; none is kept alive here.
+        tapes: weak references to the tapes that were made or played in the step, and write something for others.
         looked: outputs of modules in calls that were only watched.
     """
 
