@@ -370,16 +370,16 @@ def _resolve_flow(
         return known_flow
     if known_flow is None:
         return _bind_pattern(pattern, where, blocks[0])
-    right = find_flow_pattern(known_flow)
-    wrong = f"{where}: forward_pattern={pattern}, and its blocks are {right}"
+    actual = find_flow_pattern(known_flow)
+    mismatch = f"{where}: forward_pattern={pattern}, and its blocks are {actual}"
     if adapter.check_num_outputs and len(known_flow.returns) != len(pattern.flow.returns):
-        raise ModelError(f"{wrong}; give ForwardPattern.{right.name}, or check_num_outputs=False")
+        raise ModelError(f"{mismatch}; give ForwardPattern.{actual.name}, or check_num_outputs=False")
     if adapter.check_forward_pattern is False:
         return _bind_pattern(pattern, where, blocks[0])
     if known_flow.returns != pattern.flow.returns:
         if adapter.check_forward_pattern:
-            raise ModelError(f"{wrong}; give ForwardPattern.{right.name}, or check_forward_pattern=False")
-        warnings.warn(f"{wrong}; ForwardPattern.{right.name} is used", UserWarning, stacklevel=4)
+            raise ModelError(f"{mismatch}; give ForwardPattern.{actual.name}, or check_forward_pattern=False")
+        warnings.warn(f"{mismatch}; ForwardPattern.{actual.name} is used", UserWarning, stacklevel=4)
     return known_flow
 
 

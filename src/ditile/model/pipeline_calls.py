@@ -241,10 +241,10 @@ def explain_manager_refusal(pipe: Any, device: torch.device, reader: str) -> str
         reader: the part of the plan that reads the weights of blocks between the calls of the model; empty if none
             does.
     """
-    for name, where in find_offload_devices(pipe).items():
-        if (where.type, where.index or 0) != (device.type, device.index or 0):
+    for name, call_device in find_offload_devices(pipe).items():
+        if (call_device.type, call_device.index or 0) != (device.type, device.index or 0):
             return (
-                f"a ComponentsManager moves {name} to {where}, and this rank computes on {device}; call "
+                f"a ComponentsManager moves {name} to {call_device}, and this rank computes on {device}; call "
                 f"enable_auto_cpu_offload(device={str(device)!r}) of the manager of this rank"
             )
         if reader:
@@ -585,8 +585,8 @@ def replace_call_globals(
             method = inspect.getattr_static(kind, name)
             if _uses_globals(method, values):
                 functions[name] = method
-        hidden = any(_uses_globals(vars(cls).get("__call__"), values) for cls in kind.__mro__)
-        if hidden and "__call__" not in functions and _uses_globals(kind.__call__, {"super": None}):
+        is_inherited = any(_uses_globals(vars(cls).get("__call__"), values) for cls in kind.__mro__)
+        if is_inherited and "__call__" not in functions and _uses_globals(kind.__call__, {"super": None}):
             raise ModelError(
                 f"{kind.__name__} calls the loop that it inherits from its own, so its steps cannot be counted; "
                 f"give it a loop of its own, or use {suggest_whole_images()}"

@@ -96,7 +96,7 @@ class BlockCalls:
         self._all_blocks = range(len(chain))
         self._active_blocks: Collection[int] = self._all_blocks
         self._visit_block: VisitBlock = self._divided.visit_block
-        self._visits = 0  # of blocks, in the current call
+        self._visits = 0  # number of visited blocks in the current call
 
     def wrap_transformer(self, forward: Forward) -> Forward:
         """Wrap the transformer's forward: run it in micro-batches, after a survey of each kind of call."""

@@ -198,15 +198,15 @@ class TransformerHooks:
             weights = self.describe_weights()
             self.empty_other_blocks(owned, keep=keep)
             return weights
-        here = f"{loaded.owned.start} to {loaded.owned.stop - 1}"
+        span = f"{loaded.owned.start} to {loaded.owned.stop - 1}"
         if keep:
             raise StateError(
-                f"keep_weights=True, and of this {name} only blocks {here} were loaded; load it without a plan, or "
+                f"keep_weights=True, and of this {name} only blocks {span} were loaded; load it without a plan, or "
                 "leave keep_weights out"
             )
         if (loaded.owned, loaded.shard) != (owned, shard):
             raise StateError(
-                f"of this {name} blocks {here}, {_describe_shard(*loaded.shard)}, were loaded, and here the plan needs "
+                f"of this {name} blocks {span}, {_describe_shard(*loaded.shard)}, were loaded, and here the plan needs "
                 f"{owned.start} to {owned.stop - 1}, {_describe_shard(*shard)}; load it for this plan"
             )
         del vars(self.transformer)[LOADED_ATTRIBUTE]

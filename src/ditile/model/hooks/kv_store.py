@@ -404,7 +404,7 @@ class GenerationMemory:
         """Return the layers with other ranks' keys under way, as in the stale steps of DistriFusion."""
         # A list is faster than a generator, and this runs in every call.
         stores = self._stores.items()
-        return tuple([layer for (own, layer), store in stores if store.incoming is not None and own == branch])
+        return tuple([layer for (owner, layer), store in stores if store.incoming is not None and owner == branch])
 
     def list_addresses(self, branch: int, buffers: Collection[Hashable]) -> dict[Any, tuple[int, ...]]:
         """Return the addresses of a branch's keys, values and masks, of some buffers, and of messages that stay."""

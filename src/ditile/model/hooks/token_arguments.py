@@ -78,7 +78,7 @@ def write_runs(whole: Tensor, values: Tensor, runs: Sequence[range], dim: int) -
 
 
 class Frames(NamedTuple):
-    """The same run in each of several frames.
+    """A run that repeats at the same place in each of several frames.
 
     Attributes:
         first: the run of the first frame.
@@ -92,7 +92,7 @@ class Frames(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def group_runs(runs: tuple[range, ...]) -> tuple[Frames, ...]:
-    """Group runs of one length at equal distances, so that each group is one copy."""
+    """Group runs of one length at equal distances, so that one copy moves a whole group."""
     groups: list[Frames] = []
     for run in runs:
         if run and groups and len(groups[-1].first) == len(run):
