@@ -214,7 +214,7 @@ class TransformerHooks:
         return loaded.weights
 
     def explain_refusal(self, blocks: range) -> str | None:
-        """Explain why the attention processors of these blocks cannot be divided; None if they can."""
+        """Explain why the attention of these blocks cannot be divided; None if it can."""
         for model in self.models:
             for hook in model.chain[blocks.start : blocks.stop]:
                 if hook.name in self._adapters and hook.list_adapter_kinds() != self._adapters[hook.name]:
