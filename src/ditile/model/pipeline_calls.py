@@ -575,7 +575,7 @@ def replace_call_globals(
         pipeline_call: the function of the pipeline's class.
 
     Raises:
-        ModelError: if a block uses such a name in a function that it overrides and calls.
+        ModelError: if a block overrides a call that uses such a name, and calls it by `super`.
     """
     for block in iterate_blocks(pipe):
         kind = type(block)

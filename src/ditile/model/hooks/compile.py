@@ -62,7 +62,7 @@ def decide_compile(
     """Return whether the blocks of a model are compiled.
 
     Args:
-        setting: yes, no, or "auto": if that is known to make few graphs, on a device where it pays.
+        setting: True, False, or "auto", which compiles only if that makes few graphs, on a device where it pays.
         model, blocks: the model that is divided, and its known blocks.
         plan, device, rank: how and where the model runs. Rank 0 logs why "auto" compiles nothing.
 

@@ -420,7 +420,7 @@ class GenerationMemory:
         return addresses
 
     def list_storage_addresses(self, branch: int) -> list[int]:
-        """Return where the storages of a branch's keys, values and masks, and of all buffers and messages, begin."""
+        """Return the storage addresses of a branch's keys, values and masks, and of all buffers and messages."""
         tensors = [*self._buffers.values(), *self._messages.values()]
         for key, store in self._stores.items():
             if key[0] == branch:
