@@ -42,7 +42,7 @@ def warn_of_spinning_threads() -> None:
     threads = torch.get_num_threads()
     if threads == 1 or not env.has_no_wait_policy():
         return
-    # What this process computed in the last minute is in the load too.
+    # The load includes this process; `own` is the most that it can have added to the last minute's.
     own = min(time.process_time() / 60, threads)
     others = max(0.0, os.getloadavg()[0] - own)
     if (env.read_local_world() or 1) * threads + others > count_usable_cores() + SPARE_CORES:

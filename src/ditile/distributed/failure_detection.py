@@ -30,7 +30,7 @@ _CONSEQUENCE = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchLimits:
-    """The longest time for each thing, in seconds."""
+    """The time limits of a run, in seconds."""
 
     stall: float = 600.0
     """how long all ranks may be idle (no progress, disk read or computation) before the run fails; never less than
@@ -105,7 +105,7 @@ class RankState:
             self.outcome = RankFailure(time.monotonic(), SILENT, message)
 
     def is_stopped(self) -> bool:
-        """Return whether the OS says that the process is stopped. It says nothing of a process elsewhere."""
+        """Return whether the OS says that the process is stopped. False where the process may be on another host."""
         return False
 
 
@@ -114,7 +114,7 @@ def find_first_failure(
     limits: LaunchLimits,
     looked: float,
 ) -> tuple[RankFailure, int] | None:
-    """Find the failure that ends a run, and its rank; None while the run may go on. `detect_silence` has `looked`."""
+    """Find the failure that ends a run, and its rank; None if it may go on. For `looked` see `detect_silence`."""
     failures = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
     if failures:
         # Failures are compared by their times, which are the first field.
@@ -134,15 +134,15 @@ def find_first_failure(
     without_progress = looked - max(rank.signs.last_progress for rank in ranks)
     if idle <= stall and without_progress <= BUSY_LIMITS * stall:
         return None
-    # All wait for one rank: most likely for the one whose progress is oldest.
-    first = min(running, key=lambda rank: rank.signs.last_progress)
+    # All wait for one rank, most likely for the one whose progress is oldest.
+    blamed = min(running, key=lambda rank: rank.signs.last_progress)
     message = f"no rank made progress for {without_progress:.0f} s; this one has been without for longest"
-    return RankFailure(looked, STALLED, message), first.number
+    return RankFailure(looked, STALLED, message), blamed.number
 
 
 def _order_of_blame(entry: tuple[RankFailure, int]) -> tuple[int, float, int]:
-    """Return a sort key for blame: first causes of their own; then ranks that torchrun ended, perhaps because another
-    rank failed; then broken connections."""
+    """Return a sort key that puts the rank to blame first. Last come broken connections, which follow from another
+    failure; before them come ranks that torchrun ended, perhaps because another rank failed."""
     failure, number = entry
     if is_consequence(failure):
         return 2, failure.at, number
@@ -189,7 +189,7 @@ def explain_kill(code: int, memory_kills: int) -> str:
 
     Args:
         code: its return code.
-        memory_kills: the value of `count_memory_kills` before.
+        memory_kills: the value of `count_memory_kills` when the rank started.
     """
     if code != -signal.SIGKILL or count_memory_kills() <= memory_kills:
         return ""
@@ -198,15 +198,15 @@ def explain_kill(code: int, memory_kills: int) -> str:
 
 def count_memory_kills() -> int:
     """Count the processes that the kernel's OOM killer ended, in this control group or, if unknown, on the machine."""
-    # The files that count kills in this process's control groups.
+    # The files in which the kernel counts the kills in this process's control groups.
     paths: list[Path] = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
-            # Version 2 of control groups has one hierarchy without a name, version 1 one for each controller.
+            # Version 2 of control groups has one hierarchy, without a name; version 1 has one for each controller.
             if controllers in ("", "memory"):
                 root = Path("/sys/fs/cgroup", controllers)
-                # In a container the root can be the group itself, whose path is then the host's.
+                # In a container the root can be the group itself, and `group` is then its path on the host.
                 folder = root / group.lstrip("/")
                 paths += [folder / "memory.events", folder / "memory.oom_control", root / "memory.oom_control"]
     counts = [0]

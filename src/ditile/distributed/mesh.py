@@ -32,7 +32,7 @@ from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 LINKS = ("latents", "links", "even links", "odd links")
 """The purposes of groups in which stages only send messages to each other."""
 EVERYONE = "everyone"
-"""The purpose of the group of all ranks between calls."""
+"""The purpose of the CPU group in which all ranks agree between calls."""
 
 
 @dataclass(slots=True)
@@ -69,8 +69,8 @@ class Mesh:
         sequence: ring (or gather, or distrifusion) and ulysses as one axis, with ulysses innermost.
         pipeline_groups: along pipefusion, for what a stage sends to the next one, stage by stage in turn; see
             `select_downstream_group`.
-        latents: another group, for what comes back from the last stage. NCCL's messages have no tags, and all messages
-            between two ranks of a group are one queue: one down the pipeline would wait for receives posted earlier.
+        latents: another group, for what comes back from the last stage. All of NCCL's messages between two ranks of a
+            group are one queue, in which a message down the pipeline would wait for receives posted earlier.
         control: a CPU group of the ranks of one image, for headers and decisions.
         within_calls: a CPU group of all ranks, for what they agree on within a call.
         everyone: another CPU group of all ranks, for what they agree on between calls. No error leaves messages in it.
@@ -102,7 +102,7 @@ class Mesh:
         """Make the communicators and the connections between ranks that an image needs. All ranks must call it."""
         # NCCL would make both when they are first used: in the middle of an image, while kernels wait for messages, so
         # that ranks would wait for each other forever.
-        # These are the groups in which a plan starts several messages at once; tensor parallelism never does.
+        # A plan may start several messages at once in the groups of these axes; tensor parallelism never does.
         exchanging = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)]
         exchanging.append(self.sequence)
         # Stages exchange such messages in this warmup mode; in the others they have channels, which connect one by one.
@@ -110,12 +110,12 @@ class Mesh:
             exchanging.append(self.axes["pipefusion"])
         if plan.vae == "rows":
             exchanging.append(self.image)
-        pairs = [axis.group for axis in exchanging]
+        exchanging_groups = [axis.group for axis in exchanging]
         axes = (*self.axes.values(), self.sequence, self.image)
         # Axes may share a group.
         for group in dict.fromkeys(axis.group for axis in axes):
             if group is not None:
-                connect_group(group, device, pairs=group in pairs)
+                connect_group(group, device, pairs=group in exchanging_groups)
 
     def renew_groups(self, plan: Plan) -> None:
         """Replace groups that may have messages of a failed call by the groups of the current epoch.
@@ -201,7 +201,7 @@ class Communicators:
             BROKEN_WORLDS.add(dist.group.WORLD)
 
     def begin_epoch(self) -> None:
-        """Destroy all groups but the one between calls, so that meshes make new ones. All ranks must call it."""
+        """Destroy all groups except `EVERYONE`'s, so that meshes make new ones. All ranks must call it."""
         kept = {}
         given_up = []
         for key, group in self._groups.items():
@@ -238,7 +238,7 @@ def _destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
 def _read_world_timeout() -> datetime.timedelta | None:
     """Return the time limit of the group of all ranks. None where the backend does not have it."""
-    # Without a limit torch gives each new group one of its own: 30 minutes for gloo.
+    # A new group without a given limit gets torch's default instead of this one: 30 minutes for gloo.
     world_group: Any = dist.group.WORLD
     try:
         options = world_group._get_backend(world_group._device_types[0]).options
@@ -252,7 +252,7 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
 
     Args:
         groups: shared with other runners; by default groups of its own.
-        device: this rank's; it becomes the current one before groups are made. By default that stays as it is.
+        device: this rank's, which becomes the current one before groups are made; by default the current one stays.
 
     Raises:
         PlanError: if the plan does not use all ranks, or ranks have different plans.
@@ -270,7 +270,7 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
     rank = dist.get_rank()
     communicators = groups or Communicators()
     everyone = communicators.get_or_make_group(EVERYONE, range(world), "gloo")
-    # This comes before ranks of different plans make different groups, and wait for each other. Every rank raises.
+    # This comes before groups are made, where ranks of different plans would wait for each other. Every rank raises.
     plans = []
     any_spoiled = False
     for options, is_rank_spoiled in gather_json([plan.to_dict(), communicators.is_spoiled], everyone):
@@ -292,7 +292,7 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
 
 
 def _make_mesh_groups(plan: Plan, rank: int, communicators: Communicators) -> Mesh:
-    """Make the mesh of one of several ranks, without the group of all ranks between calls."""
+    """Make the mesh of this rank, among several, with all its groups except `everyone`."""
     axes: dict[str, Axis] = {}
     for name in AXES:
         # The only axis of a plan shares the group of all ranks under NCCL, which saves memory of the GPU. Groups of
@@ -303,7 +303,7 @@ def _make_mesh_groups(plan: Plan, rank: int, communicators: Communicators) -> Me
             axes[name] = _make_subgroup_axis(name, (name,), plan, rank, communicators)
 
     def merge_axes(name: str, names: Sequence[str]) -> Axis:
-        """Merge several axes into one. If only one of them is used, it is that one."""
+        """Merge several axes into one. If only one of them is used, return that one."""
         used_axes = [axes[axis_name] for axis_name in names if axes[axis_name].num_ranks > 1]
         if len(used_axes) == 1:
             return used_axes[0]
@@ -327,11 +327,11 @@ def _make_mesh_groups(plan: Plan, rank: int, communicators: Communicators) -> Me
 
 
 def find_local_rank() -> int:
-    """Find this process's rank on its machine. In a group made by the script it is the rank, for want of another."""
+    """Find this process's rank on its machine. In a group that the script made, return the rank in the whole group."""
     place = env.read_torchrun_place()
     if place is not None:
         return place.local_rank
-    # This is for a run of one rank, which the variables of torchrun do not count as a rank among others.
+    # For a run of one rank `read_torchrun_place` returns None.
     launched = env.read_launched_local_rank()
     if launched is not None:
         return launched
@@ -383,8 +383,8 @@ def _make_pipeline_groups(plan: Plan, rank: int, stages: Axis, groups: Communica
     one_queue = has_one_queue()
     if not one_queue and not backends.has_nccl(None):
         return (stages.group,)
-    # The group of the axis is not used, as its exchanges need more of a GPU than links do. Where a group has one queue,
-    # a stage must not send in the group in which it waits to receive. Two stages have one link.
+    # The axis's own group is not used, because groups of links take fewer multiprocessors of a GPU (`LINK_CTAS`). Where
+    # a group has one queue, a stage must not send in the group in which it waits to receive. Two stages have one link.
     names = ["links"]
     if one_queue:
         names = ["even links", "odd links"][: stages.num_ranks - 1]

@@ -35,8 +35,8 @@ _NULL_CONTEXT = nullcontext()
 
 
 class DeviceClock:
-    """Measures when a device reaches points in time: on a GPU by CUDA events in its stream, which cost no wait until
-    they are read.
+    """The clock of a device. On a GPU a point in time is a CUDA event in the current stream, and nothing waits for it
+    until it is read.
 
     Args:
         device: the device to measure; None is the current GPU, or the CPU without a GPU.
@@ -45,7 +45,7 @@ class DeviceClock:
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._is_cuda = (device is None or device.type == "cuda") and torch.cuda.is_available()
-        # Events only measure times from each other: this one stands for a time of the machine's clock.
+        # CUDA events give only the time between two of them, so this one is recorded at a known time of the clock.
         self._origin_seconds = time.perf_counter()
         self._origin = self.mark_point() if self._is_cuda else None
 
@@ -75,7 +75,7 @@ class GenerationTrace:
     def __init__(self) -> None:
         self.on = False
         self.device: torch.device | None = None
-        # Start and end are points of the device's clock until they are listed.
+        # The start and end of these events are points of the device's clock; `_read_clock` makes seconds of them.
         self._events: list[TraceEvent] = []
         self._waits: list[TraceEvent] = []
         self._marks: list[Any] = []
@@ -132,7 +132,7 @@ class GenerationTrace:
         return [self._read_clock(wait)._replace(kind=f"wait {wait.kind}") for wait in self._waits]
 
     def measure_waits(self) -> tuple[list[float], dict[str, list[float]]]:
-        """Measure the seconds of each step, and this rank's waits among them, by kind. Waits for the GPU."""
+        """Measure the seconds of each step, and those in which this rank waited, by kind. Waits for the GPU."""
         if self._clock is None:
             return [], {}
         marks = [self._clock.convert_to_seconds(mark) for mark in self._marks]
@@ -166,7 +166,7 @@ def sum_waits_by_step(waits: Sequence[TraceEvent], marks: Sequence[float]) -> di
 
 
 def write_chrome_trace(path: str | Path, events_of_rank: list[list[TraceEvent]]) -> None:
-    """Write a Chrome trace: one row per rank, one slice per op, times in microseconds from the first.
+    """Write a Chrome trace: one row per rank, one slice per op, times in microseconds from the first op's start.
 
     Raises:
         OSError: if it cannot be written.

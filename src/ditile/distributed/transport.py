@@ -1,8 +1,8 @@
 """Transport: point-to-point messages and the few collectives, over gloo or NCCL, with every byte counted.
 
-A `PeerChannel` is a one-way, ordered channel between two ranks: messages need no tags, shapes follow from the layout
-and are never exchanged. CUDA tensors over gloo (several ranks on one GPU) go through the CPU. A sent tensor is kept
-until its work is done; each receive has a buffer of its own.
+A `PeerChannel` is a one-way, ordered channel between two ranks: messages need no tags. Both ranks know their shapes
+from the layout, so shapes are never sent. CUDA tensors over gloo (several ranks on one GPU) go through the CPU. A sent
+tensor is kept until its work is done; each receive has a buffer of its own.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ OutgoingTensors = Sequence[tuple[int, Tensor]]
 IncomingShapes = Sequence[tuple[int, Sequence[int]]]
 """(peer, shape) of each message to receive."""
 StartWorks = Callable[[], Sequence[dist.Work]]
-"""Starts messages in memory that it knows."""
+"""Starts the messages whose memory `Prepare` was given, and returns their works."""
 Prepare = Callable[[Sequence[Tensor], Sequence[Tensor]], StartWorks]
 """(tensors to send, memory for what arrives) -> a function that starts the messages."""
 KeepMessage = Callable[[int, Sequence[int], Tensor], Tensor]
-"""(number of a message, its shape, like) -> memory that stays from step to step."""
+"""(number of a message, its shape, a tensor with its dtype and device) -> memory that stays from step to step."""
 
 
 @dataclass(slots=True)
@@ -88,9 +88,9 @@ class PeerChannel:
     After an error it keeps the receives that were posted: gloo's thread spins over a message whose receive is gone.
 
     Args:
-        group, peer: the group and the rank in it; NCCL makes a communicator for each pair when both first use it.
+        group, peer: the group and the peer's rank in it; NCCL makes a pair's communicator when both ranks first use it.
         kind, traffic: how and where its bytes are counted.
-        shared: whether it uses the communicator of the whole group, which is connected (`connect_group`).
+        shared: whether it uses the communicator of the whole group, which `connect_group` has made.
         before_send: called when a message is ready to leave, right before the send; `tuple` does nothing.
     """
 
@@ -110,7 +110,7 @@ class PeerChannel:
         self._traffic = traffic
         self._shared = shared
         self._before_send = before_send
-        # Each message is kept with the tensor that it was made of: gloo may send a copy on the CPU.
+        # (work, what is sent, the message): what gloo sends of a message on a GPU is a copy on the CPU.
         self._sending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
         self._posted: deque[PostedReceive] = deque()
         self._sent = 0
@@ -122,11 +122,11 @@ class PeerChannel:
         return len(self._posted)
 
     def occupies_device(self, device: torch.device) -> bool:
-        """Return whether a receive for a device runs on it until its message is there, like NCCL's."""
+        """Return whether a receive occupies a device until its message is there, as NCCL's does."""
         return is_on_gpu(device, self._group)
 
     def open_connection(self, device: torch.device, *, sends: bool) -> None:
-        """Send or receive one uncounted byte. NCCL makes the communicator of a pair when it is first used."""
+        """Send or receive one uncounted byte, at which NCCL makes the communicator of the pair."""
         byte = torch.zeros(1, dtype=torch.uint8, device=choose_transfer_device(device, self._group))
         self._start_transfer(byte, sends=sends).wait()
 
@@ -142,7 +142,7 @@ class PeerChannel:
             CURRENT.recording.send_tensor(self._start_send, message, self._wait_for_send)
 
     def _start_send(self, message: Tensor) -> None:
-        # This runs between two segments of a recorded call, because NCCL asks the GPU, which ends an open capture.
+        # A recorded call runs this between two segments: under NCCL `is_completed` asks the GPU, which ends a capture.
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
         staged = message.to(choose_transfer_device(message.device, self._group))
@@ -160,13 +160,13 @@ class PeerChannel:
                 return
 
     def release_old_sends(self) -> None:
-        """Release tensors that were sent before the last call. They must have arrived, so this never waits."""
-        # gloo reports that a message has arrived only to code that waits for it: otherwise all of them would be kept.
+        """Release tensors that were sent before this was last called. They must have arrived, so this never waits."""
+        # gloo completes a send only for code that waits for it: without this wait all sent tensors would be kept.
         self._wait_for_sends(self._sent - self._sent_before)
         self._sent_before = self._sent
 
     def post_receive(self, key: Any, shape: Sequence[int], like: Tensor, bases: SiteBases | None = None) -> None:
-        """Start to receive the next message, of a shape and `like`'s dtype and device."""
+        """Start to receive the next message, which has this shape and the dtype and device of `like`."""
         dtype = like.dtype
         unpack: Unpack | None = None
         packing = self._traffic.begin_message(self._kind, bases)
@@ -179,11 +179,11 @@ class PeerChannel:
 
     def receive_message(self, key: Any) -> Tensor:
         """Wait for the first posted message. Raises `RuntimeError` if it was not posted as `key`'s."""
-        receipt = self._posted.popleft()
-        if receipt.key != key:
-            raise RuntimeError(f"message {key} was expected and {receipt.key} was posted first")
+        posted = self._posted.popleft()
+        if posted.key != key:
+            raise RuntimeError(f"message {key} was expected and {posted.key} was posted first")
         with self._traffic.trace.record_wait(self._kind):
-            return receipt.wait_for_message()
+            return posted.wait_for_message()
 
     def flush_sends(self) -> None:
         """Wait until all sends are done."""
@@ -215,7 +215,7 @@ class PeerChannel:
 
 
 class AsyncReduction:
-    """A reduction, under way, of whole numbers to the largest one on any rank of a group.
+    """An all-reduce under way, which makes each of some whole numbers the largest of all ranks.
 
     Args:
         group: the ranks; None stands for only this rank.
@@ -276,7 +276,7 @@ class PendingMessages:
     recorded: PendingMessages | None = None
 
     def start(self) -> PendingMessages:
-        """Start the messages, now and whenever the recorded call is played."""
+        """Start the messages now or, while a call is captured, whenever its tape is played."""
         recording = CURRENT.recording
         if recording is not None and not CURRENT.is_exchanging:
             borrowed = [recording.borrow(x) for x in self.sent]
@@ -336,7 +336,7 @@ class PendingMessages:
                 for target, landed in zip(messages.received, messages.landing, strict=False):
                     target.copy_(landed)
         if self.existed:
-            # torch does not count what messages write.
+            # torch does not count writes by messages in a tensor's version.
             torch.autograd.graph.increment_version(messages.received)
 
 
@@ -358,7 +358,7 @@ def start_all_to_all(
         bases: the bases of the message's site. The message may travel as a difference from them.
 
     Returns:
-        One tensor `[vectors, n]` with the received runs, in rank order, once it is waited for.
+        The messages. Their only tensor, `[vectors, n]`, has the received runs in rank order.
     """
     packing = traffic.begin_message(kind, bases)
     unpack: Unpack | None = None
@@ -394,7 +394,7 @@ def start_exchange(
         receives: the peers and shapes of what comes.
         like: has the dtype and device of what comes.
         group, traffic, kind: with whom, and where and how bytes are counted.
-        keep: gives memory for messages that outlive a recorded call; by default they are the call's own.
+        keep: gives the messages memory that outlives a recorded call; by default their memory is the call's own.
         bases: as in `start_all_to_all`; an exchange with bases sends one tensor, to one peer or several.
     """
     if group is None:
@@ -423,7 +423,7 @@ def start_gather(
     kind: str,
     bases: SiteBases | None = None,
 ) -> PendingMessages:
-    """Start to gather `x` of every rank of a group, in rank order. `shapes` are the shapes on all ranks.
+    """Start to gather `x` of every rank of a group, in rank order. `shapes` are its shapes on all ranks.
 
     Counted as one message, of the bytes of `x` times the number of other ranks.
     """
@@ -456,7 +456,7 @@ def start_gather(
 
 
 def connect_group(group: dist.ProcessGroup, device: torch.device, *, pairs: bool = False) -> None:
-    """Exchange one uncounted byte in a group. NCCL makes a communicator when all ranks first use it.
+    """Exchange one uncounted byte in a group, at which NCCL makes its communicator.
 
     Args:
         group: the group; all its ranks must call this.
@@ -480,7 +480,7 @@ def start_shift(
     kind: str,
     bases: SiteBases | None = None,
 ) -> PendingMessages:
-    """Start to send `x` to the next rank of a ring, and to receive from the rank before, in this shape."""
+    """Start to send `x` to the next rank of a ring, and to receive a tensor of `shape` from the rank before."""
     own_rank = dist.get_rank(group)
     next_rank = (own_rank + 1) % group.size()
     rank_before = (own_rank - 1) % group.size()
@@ -521,7 +521,7 @@ def _start_messages(
         if keep is None:
             received.append(torch.empty(shape, dtype=like.dtype, device=like.device))
         else:
-            # The first messages are sent, so received ones are counted after them.
+            # The numbers of received messages follow those of sent ones.
             received.append(keep(len(messages) + index, shape, like))
 
     def prepare(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> StartWorks:
@@ -552,7 +552,7 @@ def _start_collective(collective: Callable[..., dist.Work | None], *tensors: Any
 
 
 def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> PendingMessages:
-    """Start to send `x` of group rank `source` to all others, where it has the same shape. One tensor arrives."""
+    """Start to send `x` of group rank `source` into `x` of every other rank, which has the same shape."""
     sizes = []
     if dist.get_rank(group) == source:
         sizes.append((group.size() - 1) * x.nbytes)
@@ -571,7 +571,7 @@ def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traf
     staged = tensor.contiguous().to(choose_transfer_device(tensor.device, group))
     with traffic.trace.record_wait(kind):
         dist.broadcast(staged, group=group, group_src=source)
-    # torch does not count what messages write.
+    # torch does not count writes by messages in a tensor's version.
     torch.autograd.graph.increment_version(staged)
     if dist.get_rank(group) == source:
         traffic.count_message(kind, staged.nbytes)
@@ -609,7 +609,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def describe_dtype(tensor: Tensor) -> str:
-    """Return the name of a tensor's dtype in `torch`, in which form it travels in JSON."""
+    """Return the name of a tensor's dtype in `torch`, as it is written in JSON."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -620,8 +620,8 @@ def broadcast_named_tensors(
     device: torch.device,
     traffic: Traffic,
 ) -> dict[str, Tensor]:
-    """Broadcast named tensors of group rank 0 for a callback to every rank. They may have any shape. The headers are
-    JSON."""
+    """Broadcast the named tensors that a callback returned on group rank 0. Their names, dtypes and shapes are sent as
+    JSON, since other ranks do not know them."""
     if group is None:
         return tensors
     own_headers = {name: [describe_dtype(t), list(t.shape)] for name, t in tensors.items()}
@@ -640,7 +640,7 @@ def _make_unpack(packing: MessagePacking, size: int, dtype: torch.dtype) -> Unpa
 
 
 def is_on_gpu(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Return whether the GPU itself sends and receives messages of a device, like NCCL's."""
+    """Return whether messages of a device are sent and received on a GPU, as NCCL's are."""
     return choose_transfer_device(device, group).type != "cpu"
 
 
