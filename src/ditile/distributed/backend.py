@@ -36,11 +36,10 @@ ends a run in which no rank makes progress."""
 
 
 def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> str:
-    """Choose the backend for all ranks. It is the same on each: NCCL for GPUs if no two ranks have the same one,
-    otherwise gloo.
+    """Choose the backend, the same on all ranks: NCCL if every rank has a GPU of its own, otherwise gloo.
 
     Args:
-        store: shared by all ranks; each waits here for all others, as long as the store's time limit.
+        store: shared by all ranks; each waits for all others in this call, for at most the store's time limit.
         rank, world: this rank, and how many there are.
     """
     store = dist.PrefixStore("gpus", store)  # type: ignore[attr-defined]
@@ -88,7 +87,7 @@ def make_group_on_one_loop(
 ) -> dist.ProcessGroup:
     """Make a group of some ranks; all ranks must call it.
 
-    A group over gloo alone shares the device of the group of all ranks, if torch lets us read it. A group over NCCL for
+    A group over gloo only shares the device of the group of all ranks, if torch lets us read it. A group over NCCL for
     messages between stages takes few multiprocessors of the GPU.
 
     Args:
@@ -109,7 +108,7 @@ def make_group_on_one_loop(
     is_gloo_only = {entry.rpartition(":")[2] for entry in kinds.split(",")} == {"gloo"}
     devices = _find_world_devices() if is_gloo_only else []
     if devices:
-        # Private, so torch's type stubs do not have it.
+        # Any, because torch's type stubs do not have the private `_Options`.
         gloo_class: Any = dist.ProcessGroupGloo
         options = gloo_class._Options()
         options._devices = devices
@@ -136,13 +135,13 @@ def has_nccl(backend: str | None) -> bool:
 LINK_CTAS = 2
 """The number of thread blocks that NCCL may run for a message between stages.
 
-Each takes a multiprocessor, and a posted receive keeps it until its message is there. By default there are up to 32,
-which is for hundreds of GB/s; a patch of FLUX.1 at 1024 px is 7 MB in some 4 ms, which is 2 GB/s.
+Each takes a multiprocessor, and a posted receive keeps it until its message is there. By default NCCL runs up to 32,
+enough for hundreds of GB/s; a patch of FLUX.1 at 1024 px is 7 MB in some 4 ms, which is 2 GB/s.
 """
 
 
 def _find_world_devices() -> list[Any]:
-    """Return gloo's devices of the group of all ranks. Empty if it is not gloo's, or torch wraps it for debugging."""
+    """Return gloo's devices in the group of all ranks. Empty if it has no gloo, or torch wraps it for debugging."""
     world_group: Any = dist.group.WORLD
     try:
         return list(world_group._get_backend(torch.device("cpu")).options._devices)
@@ -152,10 +151,10 @@ def _find_world_devices() -> list[Any]:
 
 @functools.cache
 def _register_backend() -> str:
-    """Make the backend of these groups known to torch, and return its name."""
+    """Register the backend for gloo groups with shared devices, and return its name."""
 
-    def make_gloo_group(what: Any, options: Any) -> Any:
-        return dist.ProcessGroupGloo(what.store, what.group_rank, what.group_size, options)
+    def make_gloo_group(place: Any, options: Any) -> Any:
+        return dist.ProcessGroupGloo(place.store, place.group_rank, place.group_size, options)
 
     dist.Backend.register_backend(BACKEND_NAME, make_gloo_group, extended_api=True, devices=["cpu", "cuda"])
     return BACKEND_NAME
@@ -188,7 +187,7 @@ def pick_device(requested: str | torch.device | None, local_rank: int) -> torch.
 
 
 def make_device_current(device: torch.device) -> None:
-    """Make a GPU torch's current one. Batches of messages, pinned memory and streams name no device, and use that."""
+    """Make a GPU torch's current one. Batches of messages, pinned memory and streams name no device, and use it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -207,7 +206,7 @@ def release_memory() -> None:
 
 
 def explain_no_graphs() -> str:
-    """Return why this torch cannot record calls in graphs, or nothing."""
+    """Return why this torch cannot record calls in graphs. Empty if it can."""
     if torch.version.hip is not None:
         return "cuda_graphs=True needs CUDA, and this torch is built for HIP; leave it out"
     # Since 2.13 torch undoes a capture that failed (pytorch#180395), and generators know each capture.

@@ -152,7 +152,7 @@ def describe_master() -> str:
 
 
 def read_master_address() -> str:
-    """Return the address of the first rank: torchrun's, or this machine."""
+    """Return the address where ranks meet: MASTER_ADDR, or this machine's own."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
@@ -317,8 +317,8 @@ class RankPlace(NamedTuple):
 
     Attributes:
         rank, world: among the ranks of its run.
-        local_rank, local_world: among the ranks on this machine: those of all runs under `launch`, and only those of
-            its own run in a cluster.
+        local_rank, local_world: among the ranks on this machine: under `launch` those of all runs, and in a cluster
+            only those of its own run.
         threads: number of CPU threads it may use.
     """
 
@@ -373,7 +373,7 @@ def prepare_ray() -> None:
     It must be called before Ray is imported.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # A call of Ray after the end would connect again.
+    # Otherwise a call of Ray after `ray.shutdown` would connect again.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 

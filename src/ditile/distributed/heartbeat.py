@@ -9,7 +9,7 @@ is a line of JSON:
     {"enter": 3}                    begins the third call that all ranks must make
     {"leave": 3, "error": [...]}    has left it; with the fields of an error, if it raised
     {"failed": [...], "code": 1}    ends with an error
-    {"bye": true}                   ends well
+    {"ended": [...]}                added by its watcher under torchrun: how it ended, or null if it ended well
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class RankSigns:
         call: the number of its current shared call, which all ranks must make; None outside shared calls.
         last_call: the number of the last shared call that it entered.
         raised: number of a shared call -> the error with which it left the call.
-        said: its last note about its end ("failed" or "bye").
+        said: its last note about its end ("failed" or "ended").
     """
 
     def __init__(self) -> None:
@@ -322,7 +322,7 @@ def _read_used_seconds(folder: Path) -> float:
     words = read_stat(folder)
     if not words:
         return 0.0
-    # The two words are fields 14 and 15 of proc(5).
+    # They are fields 14 and 15 in proc(5), whose field 3 is the first word.
     user_ticks = int(words[11])
     system_ticks = int(words[12])
     return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
@@ -331,7 +331,7 @@ def _read_used_seconds(folder: Path) -> float:
 def read_stat(folder: Path) -> list[str]:
     """Read the fields of a process or a thread from its state on, by its folder in /proc. Empty if it has ended."""
     try:
-        # The name before them may have spaces.
+        # The name before the state may have spaces.
         return (folder / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
@@ -345,7 +345,6 @@ def _read_words(path: Path) -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Let Linux kill this process when its parent dies. This works even while this process holds its interpreter's
-    lock."""
+    """Let Linux kill this process when its parent dies, even while one of its threads holds the GIL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -6,10 +6,10 @@ Each rank is a new process with an initialised `torch.distributed` group. No pro
 parent that is killed by SIGKILL leaves small files in the temporary directory, but no process.) Arguments and results
 travel as pickles over anonymous pipes that no other user can open.
 
-Why it is own code: torchrun, and `start_processes` of `torch.distributed.elastic.multiprocessing`, return values and
-errors too. But they do not end a run in which no rank makes progress, or show the stacks of all ranks when one hangs.
-Nor do they name the rank that failed first where others saw its connection break. And they import torch in the parent,
-which never happens here. For many machines use torchrun.
+Why it uses neither torchrun nor `start_processes` of `torch.distributed.elastic.multiprocessing`: these return values
+and errors too. But they neither end a run without progress, nor show the stacks of all ranks when one hangs, nor name
+the rank that failed first where others saw its connection break. And they import torch in the parent, which `launch`
+never does. For many machines use torchrun.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ def launch(
         progress: called in this process as `progress(rank, reports)` when a rank has reported progress, with the number
             of reports since the last call. A rank reports each micro-step of a runner, and each tensor that it reads.
         limits: the other time limits; `stall_timeout` replaces its `stall`.
-        links: file descriptors of this process, one for each rank, which has it as `env.read_link_fd`.
+        links: file descriptors of this process, one for each rank, which finds its own by `env.read_link_fd`.
         check: called ten times a second in this process; what it raises ends the run.
-        local_ranks: the place of rank 0 among all ranks on this machine, and how many these are, where other runs share
-            it: each rank takes a GPU and cores by its place.
+        local_ranks: if other runs share this machine, the place of rank 0 among the ranks of all runs, and the number
+            of these ranks. Each rank takes a GPU and cores by its place.
 
     Raises:
         PlanError: if `ranks`, `threads` or `stall_timeout` is out of range, or a rank raised one.
         StateError: if `fn` or `args` cannot be sent, or this process is itself a rank; or a rank raised one.
         ModelError, LoadError: if a rank raised one.
-        RankError: if a rank failed in any other way; it names the first.
+        RankError: if a rank failed in any other way; it names the first one that failed.
     """
     open_closed_streams()
     first_local_rank, local_world = local_ranks or (0, ranks)
@@ -253,7 +253,7 @@ def _find_main_module(job: bytes, name: str) -> dict[str, str]:
     none.
 
     Raises:
-        StateError: if it is in no file; `name` is the function's.
+        StateError: if `__main__` is in no file. The message names the function, `name`.
     """
     # A pickle names the module of each function and class in it.
     if b"__main__" not in job:

@@ -5,7 +5,7 @@ Linux a process can make a network that only processes with a descriptor of it c
 run. A rank enters it with one thread, which makes process groups there. Sockets and threads stay in the network in
 which they were made. Everything else, such as downloads, uses the network of the machine.
 
-It needs root, or user namespaces (`unshare --user --net` works). Elsewhere gloo listens on the loopback device.
+It needs root, or user namespaces (`unshare --user --net` works). Without them gloo listens on the loopback device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from ditile.distributed import env
 
-# These are flags of unshare(2). Python has both calls from 3.12 on; 3.10 is supported.
+# Flags of unshare(2) and setns(2). Python has these two functions from 3.12 on; 3.10 is supported.
 _NEW_USER = 0x10000000
 _NEW_NET = 0x40000000
 _MAKE = f"""
@@ -75,7 +75,7 @@ def create_private_network() -> Iterator[tuple[int, ...] | None]:
 
 
 def join_user_space(fd: int) -> bool:
-    """Move this process into a user namespace, so that it may enter its networks. Returns False if it may not.
+    """Move this process into a user namespace, whose networks it may then enter. Returns False if it may not.
 
     The process must have only one thread.
     """

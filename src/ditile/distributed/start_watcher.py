@@ -75,7 +75,7 @@ def begin_watch(stall: float | None) -> None:
             addresses = ["127.0.0.1"]
             if env.read_local_world() != task["world"]:
                 addresses = [env.read_master_address()]
-                # MASTER_ADDR may not be of this host; the hub then listens on all addresses, which include this one.
+                # If MASTER_ADDR is not of this host, the hub listens on all its addresses, such as the one added now.
                 with contextlib.suppress(OSError):
                     addresses.append(socket.gethostbyname(socket.gethostname()))
             secret = secrets.token_hex(32)

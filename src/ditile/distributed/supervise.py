@@ -56,7 +56,7 @@ class RankProcess(RankState):
         environ: its whole environment, given the number of its heartbeat descriptor.
         job: the frame that the parent sends to it.
         stacks: the file into which it writes its stacks.
-        descriptors: more descriptors that it inherits, with their numbers.
+        descriptors: more descriptors that it inherits, under the same numbers.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class RankProcess(RankState):
                 os.close(fd)
 
     def register_pipes(self, selector: selectors.BaseSelector, progress: Callable[[int, int], None] | None) -> None:
-        """Add its three pipes. The data of each is a function that handles it, and returns False at its end."""
+        """Register the rank's three pipes. The data of each is its handler, which returns False at the pipe's end."""
         for fd in (self._control, self._report, self._heartbeats):
             os.set_blocking(fd, False)
         selector.register(self._control, selectors.EVENT_WRITE, self._send_frame_chunk)
@@ -128,7 +128,7 @@ class RankProcess(RankState):
 
     def signal_process_group(self, number: signal.Signals) -> None:
         """Send a signal to the rank and to the processes that it started."""
-        # macOS has EPERM for a group of zombies.
+        # macOS raises EPERM for a group of zombies.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
@@ -150,7 +150,7 @@ class RankProcess(RankState):
     def _send_frame_chunk(self) -> bool:
         try:
             written = os.write(self._control, self._unsent_bytes[:CHUNK])
-        except BrokenPipeError:  # it ended; `detect_failure` finds out how
+        except BrokenPipeError:  # the rank has ended; `detect_failure` finds out how
             return False
         self._unsent_bytes = self._unsent_bytes[written:]
         return bool(self._unsent_bytes)
@@ -186,7 +186,7 @@ def watch_ranks(
 
     Raises:
         RankError: for the first rank that fails, is silent or stalls.
-        PlanError, ModelError, LoadError, StateError: if that is what it raised.
+        PlanError, ModelError, LoadError, StateError: if the first rank that failed raised one.
     """
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
@@ -198,8 +198,8 @@ def watch_ranks(
             for key, _ in selector.select(timeout=0.1):
                 if not key.data():
                     selector.unregister(key.fd)
-            # Failures are looked for after the pipes were emptied: this process may have been stopped too, and then all
-            # ranks seem silent.
+            # Failures are looked for after the pipes were emptied: until then all ranks seem silent if this process was
+            # stopped too.
             for rank in ranks:
                 rank.detect_failure(limits, looked)
             first_failure = find_first_failure(ranks, limits, looked)
@@ -230,7 +230,7 @@ def terminate_ranks(ranks: Iterable[RankProcess], limits: LaunchLimits) -> None:
             rank.signal_process_group(signal.SIGTERM)
         for rank in ranks:
             rank.wait_for_exit(deadline)
-    # This runs also when a second Ctrl-C comes while it waits.
+    # This runs also if a second Ctrl-C interrupts the wait.
     finally:
         for rank in ranks:
             rank.signal_process_group(signal.SIGKILL)

@@ -110,13 +110,13 @@ class WatchedProcess:
                 self._pidfd = os.pidfd_open(pid)
 
     def iterate_signs(self) -> Iterator[bytes]:
-        """Yield the bytes that it sends, and after its end a note about how it ended."""
+        """Yield the bytes that the process sends, and after its end a note about how it ended."""
         descriptors = [0]
         if self._pidfd is not None:
             descriptors.append(self._pidfd)
         while True:
             readable, _, _ = select.select(descriptors, [], [])
-            # What it sent before its end is read first.
+            # What the process sent before its end is read first.
             data = b""
             if 0 in readable:
                 data = os.read(0, CHUNK)

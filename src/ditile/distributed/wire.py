@@ -1,9 +1,9 @@
-"""Sends messages in fewer bytes: numbers of eight bits, or differences of four or three, and their scales.
+"""Sends messages in fewer bytes: as codes of eight bits, or of four or three bits for differences, and their scales.
 
-A message `[..., n]` travels as bytes `[..., n + 2 g]`: the n codes of a vector, and after them g scales in bf16, by
-which the largest number of each run of n / g gets the largest code. A vector is a token's activation, or a head of its
-query, key or value, so a token of large numbers costs no other token precision. What was NaN or infinite arrives as
-NaN, and so does all that shares its scale.
+A message `[..., n]` travels as bytes, `[..., n + 2 g]` with codes of eight bits: the n codes of a vector, and after
+them g scales in bf16, by which the largest number of each run of n / g gets the largest code. A vector is a token's
+activation, or a head of its query, key or value, so a token of large numbers costs no other token precision. What was
+NaN or infinite arrives as NaN, and so does all that shares its scale.
 
 - `fp8` (e4m3): one scale for a vector. Its codes are floating: the relative error is 2.6 % whatever they are scaled by.
 - `int8`: one scale for at most 16 numbers. Its codes are even steps, of 1/127 of the largest number: the error of r
@@ -107,8 +107,8 @@ class ResidualPacking:
         wire_dtype: "residual4" or "residual3".
         checks: whether each vector carries a digest of the sender's base, with which the receiver compares its own.
         bases: the bases of the message's site.
-        is_first: whether that message travels as it is, and becomes the base. This follows from the site alone, which
-            all ranks know, and never from numbers.
+        is_first: whether the message is its site's first, which travels as it is and becomes the base. This follows
+            from the site, which all ranks know, and never from numbers.
     """
 
     wire_dtype: str
@@ -135,7 +135,7 @@ class ResidualPacking:
     def pack_vectors(self, x: Tensor) -> Tensor:
         """Pack the message to send, `[..., n]`."""
         if self.is_first:
-            return self.unpack_vectors(x, SENT)
+            return self.unpack_vectors(x, SENT)  # which keeps it as the base
         return self.pack_difference(x.detach(), self.bases[SENT])
 
     def unpack_vectors(self, packed: Tensor, index: int, **_: Any) -> Tensor:
@@ -147,7 +147,7 @@ class ResidualPacking:
         return packed
 
     def pack_difference(self, x: Tensor, base: Tensor) -> Tensor:
-        """Pack how far a base `[..., n]` is from x, and move it to what the receiver then has."""
+        """Pack the difference between a base `[..., n]` and x, and move the base to what the receiver then has."""
         # In fp32, because a difference in fp16 may be too large for it.
         difference = torch.sub(base.to(torch.float32), x)
         runs, scales = _find_scales(difference, self.wire_dtype)
@@ -165,7 +165,7 @@ class ResidualPacking:
         """Move a base by a packed difference, and return what arrived.
 
         Raises:
-            StateError: if it is checked, and is not the base of the sender.
+            StateError: if bases are checked, and this one is not the sender's.
         """
         size = base.shape[-1]
         ends = (count_code_bytes(self.wire_dtype, size), count_vector_bytes(self.wire_dtype, size))
@@ -183,18 +183,18 @@ class ResidualPacking:
         return (*shape[:-1], size + self.checks * DIGEST_BYTES)
 
     def _write_codes(self, codes: Tensor) -> Tensor:
-        """Return the bytes of codes `[..., n]`, each 0 or more, eight of them in as many bytes as each has bits."""
-        # NaN has no code, and must not spoil those beside it.
-        whole_codes = functional.pad(codes.nan_to_num(), (0, -codes.shape[-1] % RESIDUAL_GROUP))
-        groups = _split_runs(whole_codes, RESIDUAL_GROUP).to(torch.int32)
-        whole = (groups << self._list_shifts(codes)).sum(-1, keepdim=True, dtype=torch.int32)
+        """Return the bytes of codes `[..., n]`, each 0 or more: eight codes of b bits make b bytes."""
+        # NaN has no code, and must not spoil the codes beside it.
+        padded = functional.pad(codes.nan_to_num(), (0, -codes.shape[-1] % RESIDUAL_GROUP))
+        groups = _split_runs(padded, RESIDUAL_GROUP).to(torch.int32)
+        words = (groups << self._list_shifts(codes)).sum(-1, keepdim=True, dtype=torch.int32)
         # The lower bytes come first.
-        return whole.view(torch.uint8)[..., : self.bits].flatten(-2)
+        return words.view(torch.uint8)[..., : self.bits].flatten(-2)
 
     def _read_codes(self, code_bytes: Tensor) -> Tensor:
         """Read codes `[..., n]` as floating numbers."""
-        whole = functional.pad(_split_runs(code_bytes, self.bits), (0, 4 - self.bits)).view(torch.int32)
-        codes: Tensor = (whole >> self._list_shifts(whole)) & (2**self.bits - 1)
+        words = functional.pad(_split_runs(code_bytes, self.bits), (0, 4 - self.bits)).view(torch.int32)
+        codes: Tensor = (words >> self._list_shifts(words)) & (2**self.bits - 1)
         return codes.flatten(-2).to(torch.float32)
 
     def _list_shifts(self, like: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class ResidualPacking:
     def _move_base(self, base: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         """Subtract decoded codes from a base, and return the result.
 
-        Where it is no number the base becomes zero, so that the next difference carries the number itself.
+        Where the result is not finite the base becomes zero, so that the next difference carries the number itself.
         """
         # Products of codes and scales are exact in fp32, so both ends round once, alike. Code zero is +0, whose
         # subtraction keeps the sign of a zero.
@@ -217,7 +217,7 @@ MessagePacking = VectorPacking | ResidualPacking
 
 
 def select_packings(plan: Plan) -> Mapping[str, MessagePacking]:
-    """Select the packing of each kind of messages under a plan. Kinds that are not there travel unpacked."""
+    """Select the packing for each kind of messages under a plan. A kind without a packing travels as it is."""
     if plan.wire_dtype is None:
         return {}
     packing: MessagePacking = VectorPacking(plan.wire_dtype)

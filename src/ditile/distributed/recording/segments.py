@@ -23,20 +23,20 @@ INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
 
 
 OPERATORS_IN_PYTHON: dict[Any, Callable[..., Any]] = {}
-"""Operators that call others, as attention within compiled code does -> what they run. A watch looks into them."""
+"""An operator that calls others, such as attention within compiled code -> its function. A watch looks into it."""
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Sees the operators of a call: what cannot be recorded, and the memory from outside that is read.
+    """A mode that sees the operators of a call: what cannot be recorded, and the memory from outside that they use.
 
     Args:
-        copy: copies what is written in place, before it is; by default nothing does.
+        copy: copies memory from outside before it is written in place; by default nothing is copied.
 
     Attributes:
         problem: why the call cannot be recorded; empty if it can.
         overwritten: memory from outside that was written in place, with what was in it.
         read: tensors from outside that were read, by the address of their memory.
-        written, made: addresses of memory that was written in place, and that the call made.
+        written, made: addresses of memory that was written in place, and of memory that the call made.
     """
 
     def __init__(self, copy: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -113,7 +113,7 @@ def _find_operator_problem(operator: Any, inputs: list[Tensor], outputs: list[Te
         if tag in operator.tags and not is_fit:
             return f"it calls {name}, {description}"
     if "attention" in name:
-        # After its result and their logarithms some kernels give the seed of a dropout that is not used, on the CPU.
+        # Some kernels return, after the result and its logsumexp, the seed of an unused dropout, on the CPU.
         outputs = outputs[:2]
     if len({tensor.device.type for tensor in (*inputs, *outputs)}) > 1:
         return f"{name} has tensors on the CPU and on the device"

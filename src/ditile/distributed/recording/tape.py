@@ -1,15 +1,15 @@
 """Tapes: the actions of a call of the model on this rank, captured once and played in later steps.
 
 A tape is a list of actions. Segments of what the device computes are captured, as CUDA graphs are; between them are
-messages, which the host starts and waits for each time. To play a tape runs no Python code of the call.
+messages, which the host starts and waits for each time. Playing a tape runs no Python code of the call.
 
 A call that is to be recorded is made by its code first, with its messages (`CodeCall`). Then it is captured without any
 of them (`Recording`): the segment ends where a message begins or is waited for, and a new one begins after it. Nothing
 that is captured is computed. The first play is compared with the code, see `first_play.py`.
 
-What may be recorded goes through three functions: `exchange_tensors` for messages in memory that the call owns,
-`receive_tensors` for those that come in memory of their own, and `note_action` for what changes only numbers of the
-host. Without a recording in this thread the action just happens.
+Messages in memory that the call owns go through `exchange_tensors` or the recording's `exchange`, those that arrive in
+memory of their own through its `receive_tensors`; what changes only numbers of the host goes through `note_action`.
+Without a recording in this thread the action just happens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Segments(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that segments share, except those from outside."""
+        """Return the bytes of the memory that all segments share."""
 
 
 class Message(NamedTuple):
@@ -87,7 +87,7 @@ class CodeCall:
 
     Attributes:
         messages: copies of what was sent and received, in order.
-        under_way: for each message what waits for it, if it is still under way after its action.
+        under_way: for each exchange, what waits for its messages; None if they are done after its action.
     """
 
     def __init__(self, keep: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -119,11 +119,11 @@ class CodeCall:
         self.under_way.append(wait)
 
     def send_tensor(self, send: Callable[[Tensor], None], tensor: Tensor, wait: Callable[[Tensor], None]) -> None:
-        """Send a tensor that nothing in the call waits for."""
+        """Send a tensor. Nothing in the call waits for it to leave."""
         self.exchange(partial(send, tensor), [tensor], [])
 
     def receive_tensors(self, receive: Callable[[], Sequence[Tensor]], pass_over: Action) -> list[Tensor]:
-        """Return the tensors that an action returns."""
+        """Call `receive`, and return the tensors that it receives."""
         with hide_from_recording():
             received = list(receive())
             self.messages.append(Message([], self._keep_all(received)))
@@ -195,10 +195,10 @@ class Recording:
         self._segments.open()
 
     def send_tensor(self, send: Callable[[Tensor], None], tensor: Tensor, wait: Callable[[Tensor], None]) -> None:
-        """Put a message between two segments that nothing in the call waits for.
+        """Put a message between two segments. Nothing in the call waits for it to leave.
 
-        It leaves from memory outside of all segments, as the segments of other tapes write theirs meanwhile; `wait`
-        waits until the last message has left it.
+        It leaves from memory outside of all segments, because other tapes may write the shared memory meanwhile; `wait`
+        waits until the message of the play before has left that memory.
         """
         message = self.borrow(tensor)
         sent: list[Tensor] = []
@@ -214,7 +214,7 @@ class Recording:
         self.exchange(copy_and_send, [message], [])
 
     def receive_tensors(self, receive: Callable[[], Sequence[Tensor]], pass_over: Action) -> list[Tensor]:
-        """Return memory that stays for the tensors of an action. In each play they come in other memory.
+        """Return memory into which each play copies the tensors that `receive` returns.
 
         `pass_over` does what the action does to numbers of the host.
         """
@@ -222,7 +222,7 @@ class Recording:
         pass_over()
         landed: list[Tensor] = []
         with hide_from_recording():
-            # This is the message of the code with the same number.
+            # This message has the same number in the code's call, where its shapes are known.
             for heard in self._code.messages[self.tape.num_messages].received:
                 landed.append(torch.empty_like(heard, device=self._device))
 
@@ -249,7 +249,7 @@ class Recording:
 
 
 class _Current(threading.local):
-    """What each thread records. Attributes and no functions, as they are read at every message.
+    """What each thread records. It has no methods, because it is read at every message.
 
     Attributes:
         recording: the call that is heard or captured; None where no call is recorded.

@@ -42,7 +42,7 @@ class DeferredWork:
         return deferred
 
     def record_call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function of torch on such predictions; the uses of the returned tensors are recorded too."""
+        """Call a function of torch on deferred predictions; the uses of the returned tensors are recorded too."""
         name = getattr(func, "__name__", "")
         if name in _READS_VALUES:
             self.problem = self.problem or f"asks for numbers of it by {name}"
@@ -64,7 +64,7 @@ class DeferredWork:
         for func, args, kwargs, first_result in self._calls:
             result = _call_plainly(func, args, kwargs)
             for old, new in zip(pytree.tree_leaves(first_result), pytree.tree_leaves(result), strict=True):
-                # A view shares memory with a tensor that was repeated before it.
+                # A view shares memory with an earlier result, which already has its new values.
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     _call_plainly(Tensor.copy_, (old, new), {})
         self.end()

@@ -37,7 +37,7 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
     """The replacement for `FluxIPAdapterAttnProcessor` on a rank that has a share of the heads.
 
     Args:
-        whole: the processor; this rank has a share of its linear layers.
+        whole: the stock processor, whose linear layers are cut to this rank's share.
         gather: `[B, S, own features]` -> the features of all heads, for the tokens that this rank has between layers.
     """
 
@@ -46,7 +46,7 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
 
     def __init__(self, whole: FluxIPAdapterAttnProcessor, gather: Callable[[Tensor], Tensor]) -> None:
         nn.Module.__init__(self)
-        # The whole processor is not stored as a child: the parameters must be in the model once, at their own place.
+        # The stock processor is not stored as a child: the parameters must be in the model once, at their own place.
         vars(self).update(vars(whole) | {"_whole": whole, "_gather": gather})
 
     @property

@@ -39,7 +39,7 @@ class TensorCollectives:
         self._index = axis.index
         self._size = axis.num_ranks
         self._traffic = traffic
-        # Each sum needs this device, so it is cached; groups that are made again have the same transport.
+        # The device of messages is cached, because each sum needs it; groups that are made again have the same one.
         self._transfer_devices: dict[torch.device, torch.device] = {}
 
     def count_own_tokens(self, streams: Sequence[int]) -> int:

@@ -269,7 +269,7 @@ def _read_row(
             # The ranks cannot split the outputs of this modulation evenly, so every rank has all of it.
             return None
         if kind == "rms_norm":
-            # The table was derived from a norm across heads; with this config it may be one within each head.
+            # The table was derived from a norm across heads; under this config the norm may be one within each head.
             width = _find_norm_width(module)
             if width is not None and width != _measure_part(sizes[0], table, transformer, path):
                 return None
@@ -282,7 +282,7 @@ def _read_row(
         kind, attribute = _PACKED[type(row)]
         blocks = row.blocks or getattr(unwrap_lora_base(module), attribute, None)
         if not blocks and is_block_linear(unwrap_lora_base(module)):
-            # The attribute may hold a Linear that diffusers has replaced in the model.
+            # The Linear with the attribute may have been replaced by diffusers; a new model still has it.
             blocks = getattr(build_structure().get_submodule(path), attribute, None)
     else:
         kind = row
@@ -306,7 +306,7 @@ def _read_row(
 
 
 def _find_norm_width(norm: Any) -> int | None:
-    # RMSNorm of torch has `normalized_shape`, that of diffusers `dim`, as a number or a shape.
+    # torch's RMSNorm has `normalized_shape`, and diffusers' has `dim`, each as a number or a shape.
     shape = getattr(norm, "normalized_shape", getattr(norm, "dim", None))
     if isinstance(shape, tuple | list):
         return int(shape[-1])
@@ -340,7 +340,7 @@ def _measure_part(part: str | int, table: Mapping[str, Any], transformer: nn.Mod
 
 
 def _measure_columns(kind: str, blocks: Sequence[int | str], transformer: nn.Module, path: str) -> Sequence[int]:
-    """Return the sizes or proportions of the outputs side by side in a Linear.
+    """Return the sizes, or the proportions, of the blocks in a Linear's outputs.
 
     Raises:
         ModelError: if sizes from attributes do not add up to all outputs of the Linear.
@@ -428,18 +428,18 @@ def _divide_units(
         if row_blocks is not None:
             counts += _count_stored_blocks(path, style, parameter, row_blocks)
     # Heads and features are divided into the same number of equal parts, so that shares of both belong together.
-    most = math.gcd(*(number for number, _ in counts))
+    parts = math.gcd(*(number for number, _ in counts))
     shares = (1,) * size
     if weights is not None and len(set(weights)) > 1:
-        shares = count_weighted_shares(most, weights)
+        shares = count_weighted_shares(parts, weights)
         if not all(shares):
             kind = type(transformer).__name__
-            raise PlanError(f"tensor={size}: heads and features of {kind} have {most} equal parts alike; try {most}")
+            raise PlanError(f"tensor={size}: heads and features of {kind} have {parts} equal parts alike; try {parts}")
     for count, what in counts:
         if count % sum(shares):
             hint = "no other number divides all that is cut; use pipefusion, ulysses or ring"
-            if most > 1:
-                hint = f"try {', '.join(str(n) for n in range(1, most + 1) if most % n == 0)}"
+            if parts > 1:
+                hint = f"try {', '.join(str(n) for n in range(1, parts + 1) if parts % n == 0)}"
             raise PlanError(f"tensor={size} does not divide the {count} {what}; {hint}")
     # This follows the checks of numbers: with a single key head the norm is as wide as all of its heads, and cannot be
     # cut anyway.

@@ -1,7 +1,7 @@
 """The "sequence" scheme of tensor parallelism: between the Linears of a block each rank has a share of the tokens.
 
-A table (`Anatomy.token_streams`) says what is gathered: module pattern -> argument, or "return" for the result ->
-stream. An argument is gathered before the module runs. A result (the first one of several) is gathered after it, or,
+A table (`Anatomy.token_streams`) says what is gathered: module pattern -> {argument, or "return" for the result:
+stream}. An argument is gathered before the module runs. A result (the first one of several) is gathered after it, or,
 for a row-parallel Linear, summed and scattered. A stream is "image", "text" or, where a block has put both into one
 sequence, "text+image": a rank has its share of the text and then its share of the image. The gathered sequence is all
 text and then all of the image, so that the rotary tables of the undivided call fit.
@@ -109,8 +109,8 @@ def install_token_gathers(
                 scatters[path] = partial(streams.scatter_tokens, names_of_streams[RETURN])
                 continue
             gather: dict[str, TokenFunction] = {}
-            for what, stream in names_of_streams.items():
-                gather[what] = exclude_from_compile(partial(streams.gather_tokens, path, stream))
+            for argument, stream in names_of_streams.items():
+                gather[argument] = exclude_from_compile(partial(streams.gather_tokens, path, stream))
             # The result is gathered after the module; all others are arguments and are gathered before it.
             after = gather.pop(RETURN, None)
             if after is not None:

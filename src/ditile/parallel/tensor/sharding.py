@@ -9,7 +9,7 @@ There are two schemes. "row": an all-reduce after each row-parallel Linear. "seq
 gathered before attention and feed-forward and reduce-scattered after them, and in between, in residuals and norms,
 every rank has its share of the tokens. So "sequence" sends as many bytes, with 1/n of the activations in between.
 
-A rank sends, for p image and t text tokens with h channels and f = 2(n-1)/n, batch and element size apart:
+Each of n ranks sends, for p image and t text tokens with h channels and f = 2(n-1)/n, batch and element size apart:
 
     block                              all-reduces    sent
     self attention + feed-forward      2              2 f h p
@@ -63,9 +63,9 @@ _HEAD_ATTRIBUTES = (
     *HEAD_COUNTS, "sliceable_head_dim", "inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim",
 )  # fmt: skip
 """Attributes of attention modules that count heads or their channels and are read by processors."""
-_WHOLE_OF_PIPE = ("load_lora_weights", "load_ip_adapter")
-_WHOLE = ("load_lora_adapter", "add_adapter", "_load_ip_adapter_weights", "fuse_qkv_projections")
-"""Methods that a model has only while its weights are whole."""
+_REFUSED_OF_PIPE = ("load_lora_weights", "load_ip_adapter")
+_REFUSED_OF_MODEL = ("load_lora_adapter", "add_adapter", "_load_ip_adapter_weights", "fuse_qkv_projections")
+"""Methods that need whole weights, and are refused while the model has a share of them."""
 _LORA_FACTORS = {"gathered": "lora_B", "rowwise": "lora_A"}
 """The factor of a LoRA that needs the sum over all ranks, by the kind of cut of its Linear."""
 
@@ -75,7 +75,7 @@ class ShardedTransformer:
 
     Attributes:
         cuts: the cuts of its parameters; a loader asks `select_shard`.
-        streams: this rank's tokens between its Linears.
+        streams: which tokens this rank has between the Linears.
         edits: the changes that `restore_whole_weights` undoes.
     """
 
@@ -89,13 +89,13 @@ class ShardedTransformer:
         self._sums: dict[str, TensorMap] = {}
 
     def join_share(self, other: ShardedTransformer) -> None:
-        """Make another model of the pipeline whole again together with this one."""
+        """Let `restore_whole_weights` restore another model of the pipeline together with this one."""
         self._fused += other._fused
         self.edits.push(other.edits)
 
     def guard_pipeline_loaders(self, pipe: Any) -> None:
         """Make a pipeline refuse to load anything that needs whole weights, before it has touched anything."""
-        _refuse_methods(self.edits, pipe, _WHOLE_OF_PIPE)
+        _refuse_methods(self.edits, pipe, _REFUSED_OF_PIPE)
 
     def lift_lora_guards(self, stack: ExitStack, pipe: Any, transformer: nn.Module) -> None:
         """Let a pipeline load LoRAs until the stack is closed; their factors are cut like this share.
@@ -132,7 +132,7 @@ class ShardedTransformer:
         for path, style in self.cuts.styles.items():
             for linear in _list_summing_loras(transformer.get_submodule(path), style.kind):
                 if "forward" not in vars(linear):
-                    # The forward goes with the LoRA, so nothing needs to undo it.
+                    # The forward is dropped with the LoRA, so nothing needs to undo it.
                     vars(linear)["forward"] = _make_sum(linear, style.kind, self.cuts, self._sums[path])
 
     def restore_whole_weights(self) -> None:
@@ -244,7 +244,7 @@ def shard_weights(
                 override_attribute(stack, attention, "processor", FluxShardedAdapterProcessor(processor, gather))
         for path in cuts.arguments:
             _cut_arguments(stack, path, transformer.get_submodule(path), cuts)
-        _refuse_methods(stack, transformer, _WHOLE)
+        _refuse_methods(stack, transformer, _REFUSED_OF_MODEL)
         override_attribute(stack, transformer, _MARK, sharded)
         sharded.edits = stack.pop_all()
     return sharded
@@ -298,7 +298,7 @@ def _divide_head_counts(stack: ExitStack, transformer: nn.Module, cuts: TensorCu
 
 
 def _cut_arguments(stack: ExitStack, path: str, block: nn.Module, cuts: TensorCuts) -> None:
-    """Give a block this rank's heads of tables with a row for each head, or for the features of all heads."""
+    """Make a block's forward cut its arguments to this rank's share in their dimension of heads, or of all features."""
     names = list_parameter_names(block)
     forward = block.forward
     places = cuts.arguments[path]
@@ -370,7 +370,7 @@ def _multiply_and_sum(linear: Any, over_ranks: TensorMap, x: Tensor) -> Tensor:
 def _multiply_and_gather(linear: Any, cuts: TensorCuts, over_ranks: TensorMap, x: Tensor) -> Tensor:
     """Compute a Linear whose outputs are shared among the ranks, and give all ranks all of them.
 
-    A sum with zeros does it, which is exact.
+    A sum with zeros gathers them exactly.
     """
     return _gather_features(cuts, over_ranks, functional.linear(x, unpack_weight(linear), linear.bias))
 

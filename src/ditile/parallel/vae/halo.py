@@ -96,7 +96,7 @@ class RowWindow:
         """Return the input rows for some output rows, in an image of `height` rows."""
         reach = self.compute_input_reach(out)
         first = reach.start // self.scale
-        # It is rounded up: half of a doubled row needs the whole row.
+        # The end is rounded up: half of a doubled row needs the whole row.
         end = -(-reach.stop // self.scale)
         return intersect_ranges(range(first, end), range(height))
 
@@ -325,7 +325,7 @@ class Strip:
     def start_halo_exchange(self, x: Tensor, part: Halo) -> Callable[[], list[tuple[range, Tensor]]]:
         """Start to send and receive halo rows; return a function that waits for them.
 
-        It returns the received rows and the own ones, from top to bottom.
+        That function returns the received rows and the rank's own, from top to bottom.
         """
         sends = []
         for peer, rows in part.sends:

@@ -26,7 +26,7 @@ HOSTED = frozenset({
 def install_host_frames(stack: ExitStack, vae: Any) -> None:
     """Keep the decoded frames of a class in `HOSTED` in the host's memory, until the stack is closed.
 
-    It comes after what divides the decoder, which exchanges its results between devices.
+    Call this after the decoder is divided, because a divided decoder exchanges its results between devices.
     """
     decoder = getattr(vae, "decoder", None)
     if type(vae).__name__ not in HOSTED or decoder is None:

@@ -108,12 +108,12 @@ class StripConvolution:
             x = functional.interpolate(x, scale_factor=float(self.window.scale), mode="nearest")
             first = first * self.window.scale
         # Only half of a doubled row may be needed.
-        last = first + x.shape[-2]
+        end = first + x.shape[-2]
         start = max(reach.start - first, 0)
-        stop = x.shape[-2] - max(last - reach.stop, 0)
+        stop = x.shape[-2] - max(end - reach.stop, 0)
         x = x.narrow(-2, start, stop - start)
         above = max(first - reach.start, 0)
-        below = max(reach.stop - last, 0)
+        below = max(reach.stop - end, 0)
         if above == below and (self.mode == "constant" or not above):
             return self.convolve(x, above)  # the convolution itself can pad both sides alike
         padding = [0, 0, above, below]
@@ -145,17 +145,17 @@ def normalize_strip(norm: nn.GroupNorm | GroupNormParameters, x: Tensor, strip: 
 def build_normalizer(norm: nn.GroupNorm | GroupNormParameters, x: Tensor, strip: Strip) -> Callable[[Tensor], Tensor]:
     """Build a function that normalizes rows of the image, of `x` or of other strips, any number at a time.
 
-    Mean and variance of the image follow from the strips' means and variances: the variances average, and so do the
-    squared distances of the strips' means from the common one. Without the latter the variance would be wrong if the
-    top of an image is brighter than its bottom. Each strip's variance is about its own mean, so nothing cancels (Chan,
-    Golub and LeVeque, 1983).
+    Averages are weighted by height. The image's mean is the average of the strips' means. Its variance is the average
+    of the strips' variances plus that of the squared distances of their means from its own. Without the latter it would
+    be wrong if the top of an image is brighter than its bottom. Each strip's variance is about its own mean, so nothing
+    cancels (Chan, Golub and LeVeque, 1983).
     """
     batch, channels = x.shape[:2]
     if x.ndim > 3:
         strip.find_rows(x.shape[-2])
     wide = torch.promote_types(x.dtype, torch.float32)
     # Mean, variance and share of the image: the share is sent along, because a list of all shares would have to be
-    # copied to the device, which waits for it.
+    # copied to the device, and the host would wait for the copy.
     moments = x.new_zeros(3, batch, norm.num_groups, dtype=wide)
     if x.numel():
         moments[2] = strip.own_height / strip.rows.image_height
@@ -189,7 +189,7 @@ def run_residual_block(block: Any, x: Tensor, strip: Strip) -> Tensor:
     """Run a `ResnetBlock2D` without a time embedding on this rank's rows; its convolutions are divided.
 
     diffusers' own forward keeps a normalized copy of the whole strip in addition to its input. Here a block of rows is
-    normalized when it is convolved, the second branch is added in place, and rows are sent before the norm.
+    normalized when it is convolved, the shortcut is added in place, and rows are sent before the norm.
     """
 
     def normalize_and_convolve(norm: nn.GroupNorm, conv: nn.Conv2d, x: Tensor) -> Tensor:
@@ -291,23 +291,23 @@ class RowFunctions(TorchFunctionMode):
         below = 0
         if x.ndim > 3 and len(pad) >= 4:
             above, below = pad[2:4]
-        before = self._take_padding(x)
-        if not above and not below and before is None:
+        pending = self._take_padding(x)
+        if not above and not below and pending is None:
             return functional.pad(x, tuple(pad), mode, value)
         # A strip can be padded with zeros, and by modes that look only at rows near one edge, but not cut.
         is_known = mode != "circular" and min(above, below) >= 0 and not value
-        pads_twice = before is not None and (above or below)
+        pads_twice = pending is not None and (above or below)
         if not is_known or pads_twice:
             raise ModelError(
                 f"a coder pads rows by {(above, below)}, {mode}, value {value}, so that it cannot be divided by rows; "
                 "use vae=whole"
             )
-        if before is None:
-            before = RowPadding(x.shape, above, below, mode)
+        if pending is None:
+            pending = RowPadding(x.shape, above, below, mode)
         other_dims = (*pad[:2], 0, 0, *pad[4:])
         if any(other_dims):
             x = functional.pad(x, other_dims, mode, value)
-        self._padding = before._replace(shape=x.shape)
+        self._padding = pending._replace(shape=x.shape)
         return x
 
     def _take_padding(self, x: Tensor) -> RowPadding | None:
@@ -335,25 +335,25 @@ class RowFunctions(TorchFunctionMode):
         strides = _repeat_number(stride, dims)
         paddings = _repeat_number(padding, dims)
         dilations = _repeat_number(dilation, dims)
-        before = self._take_padding(input)
+        pending = self._take_padding(input)
         kernel = (weight.shape[-2] - 1) * dilations[-2] + 1
         # A pointwise convolution looks at no other row, so no rows are sent.
-        is_pointwise = (kernel, strides[-2], paddings[-2]) == (1, 1, 0) and before is None
+        is_pointwise = (kernel, strides[-2], paddings[-2]) == (1, 1, 0) and pending is None
         if is_pointwise and input.shape[-2]:
             return self._note_shape(func(input, weight, bias, stride, padding, dilation, groups))
-        if before is None:
-            before = RowPadding(input.shape, 0, 0, "constant")
-        if paddings[-2] and before.above + before.below and before.mode != "constant":
+        if pending is None:
+            pending = RowPadding(input.shape, 0, 0, "constant")
+        if paddings[-2] and pending.above + pending.below and pending.mode != "constant":
             raise ModelError("a coder pads rows twice before a convolution; use vae=whole")
-        above = before.above + paddings[-2]
-        below = before.below + paddings[-2]
+        above = pending.above + paddings[-2]
+        below = pending.below + paddings[-2]
         window = RowWindow(kernel, strides[-2], above, below)
 
         def convolve(x: Tensor, zeros: int) -> Tensor:
             own_paddings = (*paddings[:-2], zeros, paddings[-1])
             return func(x, weight, bias, strides, own_paddings, dilations, groups)
 
-        return self._note_shape(StripConvolution(convolve, self._strip, window, before.mode)(input))
+        return self._note_shape(StripConvolution(convolve, self._strip, window, pending.mode)(input))
 
     def _normalize(
         self, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,

@@ -2,8 +2,8 @@
 
 diffusers' own encoder and decoder run on every rank, on a strip. Operations that look beyond a pixel use the other
 strips: convolutions exchange halo rows with their neighbours, group norms share their statistics, attention gathers
-keys and values. A cache of frames has the strip's rows. Weights are whole on every rank; activations are a share. The
-idea is from DistVAE.
+keys and values. A cache of frames has the strip's rows. Every rank has whole weights, and its share of the activations.
+The idea is from DistVAE.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class ParallelVAE:
         vae: the same autoencoder on every rank; slicing and tiling work as before, and each slice or tile is divided.
         axis: the ranks, which must all make the same calls with the same images. It may have one rank.
         traffic: counts the sent bytes under "vae".
-        block_size: how many rows a convolution makes at a time, to lower the peak of its kernel and of its normalized
-            input rows further; None for all.
+        block_size: how many rows a convolution makes at a time; None for all. Fewer rows lower the peak memory of its
+            kernel and of its normalized input rows.
         weights: the share of each rank of the rows or tiles, in any unit; equal by default.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tiles of an autoencoder that cannot be divided by rows: each rank codes some of them, and all get the rest.
+"""Tiles of an autoencoder that cannot be divided by rows: each rank codes some of them, and receives the others.
 
 diffusers calls a coder on one tile after the other, and blends them at the end. Here the coder returns another rank's
 tile at once, with a tensor that is yet to arrive, and the first operation that reads it waits. So all ranks code their
@@ -89,7 +89,7 @@ class SharedCoder(TorchFunctionMode):
             if owner != links.index:
                 key = (sample.shape, len(args), tuple(kwargs))
                 if key not in self._shapes:
-                    # The twin may have another dtype than the coder, which may have been cast since.
+                    # `_meta` may have another dtype than the coder, which may have been cast since.
                     dtype = next(self._meta.parameters()).dtype
                     meta_call = pytree.tree_map_only(Tensor, lambda x: x.to("meta", dtype), (sample, args, kwargs))
                     meta_sample, meta_args, meta_kwargs = meta_call
