@@ -104,8 +104,8 @@ def make_group_on_one_loop(
         if timeout is not None:
             options._timeout = timeout
         backend_options["pg_options"] = options
-    kinds = backend or dist.get_backend_config(dist.group.WORLD)
-    is_gloo_only = {entry.rpartition(":")[2] for entry in kinds.split(",")} == {"gloo"}
+    backend_config = backend or dist.get_backend_config(dist.group.WORLD)
+    is_gloo_only = {entry.rpartition(":")[2] for entry in backend_config.split(",")} == {"gloo"}
     devices = _find_world_devices() if is_gloo_only else []
     if devices:
         # Any, because torch's type stubs do not have the private `_Options`.

@@ -33,9 +33,9 @@ def list_usable_cores() -> list[int]:
 
 
 def warn_of_spinning_threads() -> None:
-    """Warn once if OpenMP's threads of this process would spin on cores that other programs need.
+    """Warn once if this process's OpenMP threads would spin on cores that other programs need.
 
-    It can only warn: OpenMP reads its variables when torch is imported.
+    A warning is all it can do: OpenMP reads its variables when torch is imported.
     """
     import torch
 

@@ -215,7 +215,7 @@ class Communicators:
         self.epoch += 1
 
     def get_or_make_group(self, purpose: str, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-        """Return the group of some ranks. All ranks must call it, in one order."""
+        """Return the group of some ranks for a purpose. All ranks must call it, in one order."""
         key = (purpose, tuple(ranks), backend)
         if key not in self._groups:
             with make_groups():

@@ -265,7 +265,7 @@ CURRENT = _Current()
 
 @contextmanager
 def hide_from_recording() -> Iterator[None]:
-    """Hide from a recorded call the work within this context: messages, and what is computed once for several calls."""
+    """Hide from a recorded call the work within this context: messages, and counters on the CPU."""
     was_exchanging = CURRENT.is_exchanging
     CURRENT.is_exchanging = True
     try:

@@ -46,7 +46,7 @@ class DataCfgBatch:
         mesh: the axes, and the groups in which ranks agree.
         images: how many images the pipeline generates.
         batch_dims: finds the batch dimension of each argument of the models, where `inputs` does not give it.
-        inputs: the kinds of their arguments, if known.
+        inputs: the kinds of the models' arguments, if known.
         keeps_calls: see `Plan.keeps_calls`.
         has_lone_calls: whether each step makes a single call of the model, so that groups cannot share calls.
 
@@ -91,13 +91,13 @@ class DataCfgBatch:
         # have another shape, and every rank computes all of them once to know it.
         if not self._by_calls or step <= self._learning_step or step in self._changed_steps:
             return False
-        whole = self._now.findings.whole_steps
-        return (step in whole) == (step - 1 in whole)
+        whole_steps = self._now.findings.whole_steps
+        return (step in whole_steps) == (step - 1 in whole_steps)
 
     def install_batch_hooks(
         self, stack: ExitStack, pipe: Any, now: Generation, *, first: bool, decodes_apart: bool
     ) -> None:
-        """Hook the batch into the model, and the images into the decoder, until the stack is closed.
+        """Divide the rows in the model's calls, and the images in the decoder's, until the stack is closed.
 
         Args:
             now: the generation under way.
@@ -118,15 +118,15 @@ class DataCfgBatch:
         to: Receivers = "all"
         if first:
             to = "none" if self._mesh.image.index else "first"
-        self._data.install_decoder(stack, getattr(pipe, "vae", None), to, lambda: self._over)
+        self._data.install_decoder(stack, getattr(pipe, "vae", None), to, lambda: self._is_over)
 
     # The denoising loop calls the methods below.
 
     def begin_generation(self) -> None:
         """Reset the state for a new generation."""
-        self._over = False
+        self._is_over = False
         self._by_calls = False
-        self._learning_step = 0  # the last one that shows how predictions are used; until then no call is shared
+        self._learning_step = 0  # the last step that shows how predictions are used; until then no call is shared
         self._used_early: Tensor | None = None  # whether the pipeline used a prediction before it arrived
         self._predictions: dict[int, list[Tensor]] = {}
         self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
@@ -134,7 +134,7 @@ class DataCfgBatch:
         self._changed_steps: set[int] = set()  # in which calls have another mode than in the step before
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
         self._last_num_branches: list[int] = []  # of each call of the step before
-        self._most_branches = 0  # of guidance, in one of the first steps
+        self._most_parts = 0  # branches, or calls that are kept whole, in one of the first steps
         self._call_slices: dict[int, list[BatchSlice]] = {}  # of each call that groups share: the rows of each group
         self._deferred = DeferredWork()
 
@@ -142,8 +142,8 @@ class DataCfgBatch:
         """Return the numbers of the calls that this rank computes in a step."""
         if not self._splits_calls(step):
             return range(calls)
-        own = self._cfg.spread_calls(self._list_num_branches(calls))[self._cfg.index]
-        return [call for call, branches in enumerate(own) if branches]
+        own_branches = self._cfg.spread_calls(self._list_num_branches(calls))[self._cfg.index]
+        return [call for call, branches in enumerate(own_branches) if branches]
 
     def _list_num_branches(self, calls: int) -> list[int]:
         """Return the number of branches in each of the first `calls` calls of a step, when they were last made."""
@@ -179,8 +179,8 @@ class DataCfgBatch:
         if now.calls is not None and 0 < now.branch < now.calls:
             self._complete_calls()
         if self._used_early is None:
-            # A NaN that the model did not make itself shows that a prediction was used early. It is read at the end of
-            # the generation, so that nothing waits for the device here.
+            # A NaN that the model did not make itself shows that a prediction was used early. The flag is read at the
+            # end of the generation, so that nothing waits for the device now.
             own: list[Tensor] = []
             for predictions in self._predictions.values():
                 own += predictions
@@ -230,7 +230,7 @@ class DataCfgBatch:
         Raises:
             StateError: if the pipeline used a prediction before it arrived, and that could not be repeated.
         """
-        self._over = True
+        self._is_over = True
         self._predictions.clear()
         self._results.clear()
         if not self._by_calls:
@@ -273,10 +273,10 @@ class DataCfgBatch:
             )
         is_absent = self._compute_own_rows(forward, args, kwargs, batch_slice)
         result = replace_predictions(self._results[branch], self._predictions[branch])
-        # The model's own form is a list of rows if it takes such a list.
+        # A model that takes a list of rows also returns one.
         if self._returns_list:
             result = _map_rows(result, Tensor, lambda rows: list(rows.unbind()))
-        # Uses of a result that has not arrived are recorded; in the first step all are, to see what they are.
+        # Uses of a result that has not arrived are recorded. In a learning step the uses of every result are.
         if is_absent or is_learning:
             result = pytree.tree_map_only(Tensor, self._deferred.defer, result)
         return result
@@ -327,9 +327,9 @@ class DataCfgBatch:
         return is_absent
 
     def _check_branches(self, num_branches: int) -> None:
-        """Check that all calls have the same number of guidance branches.
+        """Check that this call has as many branches of guidance as in the step before, where that must be so.
 
-        The first call decides how cfg splits them.
+        The first call decides whether groups share calls.
         """
         now = self._now
         branch = now.branch
@@ -337,7 +337,7 @@ class DataCfgBatch:
         if not branch:
             self._last_num_branches = self._list_num_branches(now.calls or 0)
         if branch == step == 0 and now.calls is None:
-            # Groups share calls if one has too few rows for them. A single call is then computed by all.
+            # Groups share calls if the first has fewer branches than there are groups, unless each step has one call.
             self._by_calls = num_branches < self._cfg.size and not self._has_lone_calls
             reason = explain_branch_refusal(self._model) if self._by_calls else None
             if reason:
@@ -375,12 +375,12 @@ class DataCfgBatch:
         if self._is_learning:
             self._deferred.end()
         if self._by_calls:
-            # Each group must have a branch. Later steps may have fewer, as when guidance ends.
-            branches = len(counts) if self._cfg.keeps_calls else sum(counts)
-            self._most_branches = max(self._most_branches, branches)
-            # Without guidance one step shows the most branches. Skip-layer guidance begins after the first step.
+            # Each group must have a branch, or a call kept whole. Later steps may have fewer, as when guidance ends.
+            parts = len(counts) if self._cfg.keeps_calls else sum(counts)
+            self._most_parts = max(self._most_parts, parts)
+            # Without guidance the first step shows the most parts. Skip-layer guidance begins after the first step.
             is_known = step == 1 or (step == 0 and sum(counts) == 1)
-            if is_known and self._most_branches < self._cfg.size:
+            if is_known and self._most_parts < self._cfg.size:
                 splits = (
                     f"cfg={self._cfg.size} splits branches of guidance, and {type(self._model).__name__} was called"
                 )
@@ -390,9 +390,9 @@ class DataCfgBatch:
                         "negative_prompt (--negative-prompt) that some pipelines want too, or use cfg=1"
                     )
                 called = f"{splits} {len(counts)} time(s) in a step, with {sum(counts)} branches"
-                if self._most_branches < sum(counts):
+                if self._most_parts < sum(counts):
                     called += ", and stages and stale keys keep the calls whole"
-                raise ModelError(f"{called}; use cfg={self._most_branches}")
+                raise ModelError(f"{called}; use cfg={self._most_parts}")
         elif self._is_learning:
             self._by_calls = not self._deferred.problem and not explain_branch_refusal(self._model)
         elif now.calls is None and self._cfg.gains_from_calls(counts):
@@ -402,7 +402,7 @@ class DataCfgBatch:
     def _slice_call(self, batch_slice: BatchSlice) -> list[BatchSlice] | None:
         """Return the rows of each group in this call of the step; None if the call is not shared.
 
-        It is not if it had another number of branches in the step before: then every group computes it.
+        If the call had another number of branches in the step before, every group computes it.
         """
         now = self._now
         branch = now.branch
@@ -411,8 +411,8 @@ class DataCfgBatch:
         before = self._last_num_branches
         if branch >= len(before) or before[branch] != batch_slice.num_branches:
             return None
-        groups = self._cfg.spread_calls(before)
-        return [batch_slice._replace(branches=calls[branch]) for calls in groups]
+        branches_of_groups = self._cfg.spread_calls(before)
+        return [batch_slice._replace(branches=branches_of_calls[branch]) for branches_of_calls in branches_of_groups]
 
     def _complete_calls(self) -> None:
         """Exchange the predictions of a step between the groups after its last call."""
@@ -420,9 +420,9 @@ class DataCfgBatch:
             return
         last = max(self._call_slices)
         for output in range(len(self._predictions[last])):
-            calls = [self._predictions[call][output] for call in self._call_slices]
+            predictions = [self._predictions[call][output] for call in self._call_slices]
             piece = self._find_fresh_piece(last, output)
-            self._cfg.exchange_calls(calls, list(self._call_slices.values()), piece)
+            self._cfg.exchange_calls(predictions, list(self._call_slices.values()), piece)
         self._call_slices.clear()
         # Only after all outputs have arrived: an operation may use several of them.
         self._deferred.finish()
@@ -437,7 +437,7 @@ class DataCfgBatch:
             name = next((key for key in (name, "hidden_states", "sample") if key in kwargs), "")
             batch = kwargs.get(name)
         kinds = None if self._inputs is None else self._inputs.get(name)
-        # A list of one has one row, whatever the model does with longer lists.
+        # A list with one item has one row, whatever the model does with longer lists.
         is_list = isinstance(batch, list) and (len(batch) == 1 or kinds == (ROWS,))
         if not isinstance(batch, Tensor) and not is_list:
             raise ModelError(

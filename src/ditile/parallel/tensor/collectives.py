@@ -37,14 +37,14 @@ class TensorCollectives:
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
         self._axis = axis
         self._index = axis.index
-        self._size = axis.num_ranks
+        self._num_ranks = axis.num_ranks
         self._traffic = traffic
         # The device of messages is cached, because each sum needs it; groups that are made again have the same one.
         self._transfer_devices: dict[torch.device, torch.device] = {}
 
     def count_own_tokens(self, streams: Sequence[int]) -> int:
         """Return this rank's number of tokens in streams of these whole lengths."""
-        return sum(len(pick_even_chunk(range(length), self._size, self._index)) for length in streams)
+        return sum(len(pick_even_chunk(range(length), self._num_ranks, self._index)) for length in streams)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """Sum a tensor over the ranks, in place if it is contiguous."""
@@ -75,16 +75,16 @@ class TensorCollectives:
         `streams` are the whole lengths of the streams in the sequence, in order.
         """
         # `packed` has the tokens of each rank, `[n, B, longest, C]`. Padding beyond a rank's own tokens is never read.
-        if len(streams) == 1 and x.shape[1] % self._size == 0:
+        if len(streams) == 1 and x.shape[1] % self._num_ranks == 0:
             # Equal shares need no padding, and one copy brings them into order.
-            packed = x.unflatten(1, (self._size, -1)).movedim(1, 0).contiguous()
+            packed = x.unflatten(1, (self._num_ranks, -1)).movedim(1, 0).contiguous()
         else:
-            packed = x.new_zeros(self._size, x.shape[0], self._count_longest_share(streams), x.shape[2])
-            for index in range(self._size):
+            packed = x.new_zeros(self._num_ranks, x.shape[0], self._count_longest_share(streams), x.shape[2])
+            for index in range(self._num_ranks):
                 stream_start = 0
                 own_start = 0
                 for length in streams:
-                    chunk = pick_even_chunk(range(length), self._size, index)
+                    chunk = pick_even_chunk(range(length), self._num_ranks, index)
                     tokens = x[:, stream_start + chunk.start : stream_start + chunk.stop]
                     packed[index, :, own_start : own_start + len(chunk)] = tokens
                     stream_start += length
@@ -93,7 +93,7 @@ class TensorCollectives:
         exchange_tensors(partial(self._reduce_scatter, x.nbytes), [packed], [summed])
         return summed[:, : self.count_own_tokens(streams)]
 
-    def _reduce_scatter(self, size: int, packed: Tensor, summed: Tensor) -> None:
+    def _reduce_scatter(self, num_bytes: int, packed: Tensor, summed: Tensor) -> None:
         group = self._axis.group
         staged = packed.to(self._find_transfer_device(packed.device))
         if staged.is_cuda:
@@ -106,7 +106,7 @@ class TensorCollectives:
             with self._traffic.trace.record_wait(KIND):
                 dist.all_to_all_single(received, staged, group=group)
             summed.copy_(received.sum(0))
-        self._count_traffic(size)
+        self._count_traffic(num_bytes)
 
     def gather_streams(self, x: Tensor, streams: Sequence[int]) -> Tensor:
         """Gather whole streams `[B, S, C]` from every rank's share `[B, own, C]`."""
@@ -115,23 +115,23 @@ class TensorCollectives:
         mine = x.contiguous()
         if own < longest:
             mine = torch.cat([x, x.new_zeros(batch, longest - own, width)], dim=1)
-        received = mine.new_empty(self._size, batch, longest, width)
+        received = mine.new_empty(self._num_ranks, batch, longest, width)
         # Padding is left out of the counted bytes.
         whole_bytes = batch * sum(streams) * width * x.element_size()
         exchange_tensors(partial(self._gather, whole_bytes), [mine], [received])
         # Bring the shares into the order `[B, S, C]`, which `sum_and_scatter` undoes.
-        if len(streams) == 1 and streams[0] % self._size == 0:
+        if len(streams) == 1 and streams[0] % self._num_ranks == 0:
             return received.transpose(0, 1).flatten(1, 2)
         parts = []
-        starts = [0] * self._size
+        starts = [0] * self._num_ranks
         for length in streams:
-            for index in range(self._size):
-                end = starts[index] + len(pick_even_chunk(range(length), self._size, index))
+            for index in range(self._num_ranks):
+                end = starts[index] + len(pick_even_chunk(range(length), self._num_ranks, index))
                 parts.append(received[index, :, starts[index] : end])
                 starts[index] = end
         return torch.cat(parts, dim=1)
 
-    def _gather(self, size: int, mine: Tensor, received: Tensor) -> None:
+    def _gather(self, num_bytes: int, mine: Tensor, received: Tensor) -> None:
         group = self._axis.group
         staged = mine.to(self._find_transfer_device(mine.device))
         landing = received
@@ -141,10 +141,10 @@ class TensorCollectives:
             _all_gather(landing.flatten(0, 1), staged, group=group)
         if landing is not received:
             received.copy_(landing)
-        self._count_traffic(size)
+        self._count_traffic(num_bytes)
 
     def _count_longest_share(self, streams: Sequence[int]) -> int:
-        return sum(-(-length // self._size) for length in streams)
+        return sum(-(-length // self._num_ranks) for length in streams)
 
-    def _count_traffic(self, size: int) -> None:
-        self._traffic.count_message(KIND, size * (self._size - 1) // self._size)
+    def _count_traffic(self, num_bytes: int) -> None:
+        self._traffic.count_message(KIND, num_bytes * (self._num_ranks - 1) // self._num_ranks)
