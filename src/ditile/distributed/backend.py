@@ -7,7 +7,7 @@ rank writes into the common store which GPU it takes.
 
 torch gives each gloo group a device of its own, whose thread wakes up a hundred times a second for as long as the group
 is there. A mesh has up to ten groups, and each of them would interrupt the ranks that compute on the same cores. So
-groups here use the device, and the thread, of the group of all ranks.
+all gloo groups use the device, and the thread, of the group of all ranks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def make_group_on_one_loop(
 ) -> dist.ProcessGroup:
     """Make a group of some ranks; all ranks must call it.
 
-    A group over gloo only shares the device of the group of all ranks, if torch lets us read it. A group over NCCL for
+    A group with only gloo shares the device of the group of all ranks, if torch lets us read it. A group over NCCL for
     messages between stages takes few multiprocessors of the GPU.
 
     Args:
@@ -118,8 +118,8 @@ def make_group_on_one_loop(
             options._timeout = timeout
         backend_options = {"backend": _register_backend(), "pg_options": options}
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout, **backend_options)
-    # All ranks of a gloo group connect before one of them goes on: if it left the group at once, it would close the
-    # connections of those that still connect.
+    # No rank of a gloo group goes on before all have connected: a rank that left the group at once would close
+    # connections that others are still making.
     if dist.get_rank() in ranks and "gloo" in dist.get_backend_config(group):
         connect_group(group, torch.device("cpu"))
     return group
@@ -166,7 +166,7 @@ def pick_device(requested: str | torch.device | None, local_rank: int) -> torch.
     A rank that sees one GPU takes it, as number 0, whatever its number on the machine.
 
     Raises:
-        PlanError: if the device is not one that torch has here.
+        PlanError: if torch does not have the device on this machine.
     """
     if requested is None:
         requested = "cuda" if torch.cuda.is_available() else "cpu"

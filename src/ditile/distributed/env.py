@@ -1,7 +1,7 @@
 """Environment variables. This is the only module that reads `os.environ`.
 
 DITILE_CHECK=1          every attention asserts that the ages of its keys are what the schedule says; recorded steps
-                        check each copy that they leave out
+                        check each copy that they leave out; sent differences carry digests of their bases
 DITILE_CUDA_GRAPHS=0    nothing is recorded as CUDA graphs, whatever `cuda_graphs` says
 DITILE_PROGRESS_FD      set by `launch`, and by ranks under torchrun: a file descriptor to the rank's watcher
 DITILE_NETWORK_FD       set by ranks of `launch`: a file descriptor of the run's private network
@@ -41,7 +41,7 @@ _PLACE_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 class Torchrun(NamedTuple):
-    """The place of this process among those that torchrun (or `ditile.launch`) started.
+    """The place of this process among the processes that torchrun (or `ditile.launch`) started.
 
     Attributes:
         rank, world: among all processes that were started together.
@@ -157,7 +157,7 @@ def read_master_address() -> str:
 
 
 def is_first_on_host() -> bool:
-    """Return whether this process is the first, or the only one, of those that torchrun started on this machine."""
+    """Return whether this process is the first that torchrun started on this machine, or torchrun did not start it."""
     return not is_under_torchrun() or os.environ.get("LOCAL_RANK", "0") == "0"
 
 

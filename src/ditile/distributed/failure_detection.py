@@ -88,14 +88,14 @@ class RankState:
         self.signs = RankSigns()
         self.outcome: RankResult | RankFailure | None = None
 
-    def detect_silence(self, limits: LaunchLimits, looked: float) -> None:
+    def detect_silence(self, limits: LaunchLimits, read_at: float) -> None:
         """Set `outcome` to a failure if the rank has been silent for too long.
 
         Args:
-            looked: when this process last began to read signs. It is not the present time, because this process may
+            read_at: when this process last began to read signs. It is not the present time, because this process may
                 have been stopped since.
         """
-        silence = looked - self.signs.last_sign_of_life
+        silence = read_at - self.signs.last_sign_of_life
         if self.outcome is not None:
             return
         longest = limits.silence if self.signs.started else limits.start
@@ -112,9 +112,9 @@ class RankState:
 def find_first_failure(
     ranks: Sequence[RankState],
     limits: LaunchLimits,
-    looked: float,
+    read_at: float,
 ) -> tuple[RankFailure, int] | None:
-    """Find the failure that ends a run, and its rank; None if it may go on. For `looked` see `detect_silence`."""
+    """Find the failure that ends a run, and its rank; None if it may go on. For `read_at` see `detect_silence`."""
     failures = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
     if failures:
         # Failures are compared by their times, which are the first field.
@@ -123,21 +123,21 @@ def find_first_failure(
         if time.monotonic() < first_failure.at + limits.grace:
             return None
         return min(failures, key=_order_of_blame)
-    abandoned = _find_abandoned_call(ranks, limits, looked)
+    abandoned = _find_abandoned_call(ranks, limits, read_at)
     running = [rank for rank in ranks if rank.outcome is None]
     if abandoned is not None or not running:
         return abandoned
     stall = limits.stall
     if not all(rank.signs.started for rank in running):
         stall = max(stall, limits.start)
-    idle = looked - max(rank.signs.last_activity for rank in ranks)
-    without_progress = looked - max(rank.signs.last_progress for rank in ranks)
+    idle = read_at - max(rank.signs.last_activity for rank in ranks)
+    without_progress = read_at - max(rank.signs.last_progress for rank in ranks)
     if idle <= stall and without_progress <= BUSY_LIMITS * stall:
         return None
     # All wait for one rank, most likely for the one whose progress is oldest.
     blamed = min(running, key=lambda rank: rank.signs.last_progress)
     message = f"no rank made progress for {without_progress:.0f} s; this one has been without for longest"
-    return RankFailure(looked, STALLED, message), blamed.number
+    return RankFailure(read_at, STALLED, message), blamed.number
 
 
 def _order_of_blame(entry: tuple[RankFailure, int]) -> tuple[int, float, int]:
@@ -152,7 +152,7 @@ def _order_of_blame(entry: tuple[RankFailure, int]) -> tuple[int, float, int]:
 def _find_abandoned_call(
     ranks: Sequence[RankState],
     limits: LaunchLimits,
-    looked: float,
+    read_at: float,
 ) -> tuple[RankFailure, int] | None:
     """Find the first rank with an error in a call, if another rank is still in that call and does nothing."""
     # Forget errors of calls that every rank has left: a server makes calls without end.
@@ -164,7 +164,7 @@ def _find_abandoned_call(
             for peer in ranks:
                 # A rank that worked until after the error is idle only since then.
                 idle_since = max(failure.at, peer.signs.last_activity)
-                if peer.signs.call == call and looked - idle_since > limits.abandoned:
+                if peer.signs.call == call and read_at - idle_since > limits.abandoned:
                     failures.append((failure, rank.number))
                     break
     if not failures:

@@ -322,7 +322,7 @@ def _read_used_seconds(folder: Path) -> float:
     words = read_stat(folder)
     if not words:
         return 0.0
-    # They are fields 14 and 15 in proc(5), whose field 3 is the first word.
+    # In proc(5) the first word is field 3, and these are fields 14 and 15.
     user_ticks = int(words[11])
     system_ticks = int(words[12])
     return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")

@@ -67,7 +67,7 @@ def launch(
             of reports since the last call. A rank reports each micro-step of a runner, and each tensor that it reads.
         limits: the other time limits; `stall_timeout` replaces its `stall`.
         links: file descriptors of this process, one for each rank, which finds its own by `env.read_link_fd`.
-        check: called ten times a second in this process; what it raises ends the run.
+        check: called at least ten times a second in this process; what it raises ends the run.
         local_ranks: if other runs share this machine, the place of rank 0 among the ranks of all runs, and the number
             of these ranks. Each rank takes a GPU and cores by its place.
 

@@ -270,7 +270,7 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
     rank = dist.get_rank()
     communicators = groups or Communicators()
     everyone = communicators.get_or_make_group(EVERYONE, range(world), "gloo")
-    # This comes before groups are made, where ranks of different plans would wait for each other. Every rank raises.
+    # This comes before the plan's groups are made: ranks of different plans would wait forever. Every rank raises.
     plans = []
     any_spoiled = False
     for options, is_rank_spoiled in gather_json([plan.to_dict(), communicators.is_spoiled], everyone):

@@ -105,7 +105,7 @@ class RankProcess(RankState):
         """Return whether the system says that the process is stopped."""
         return read_stat(Path("/proc", str(self.process.pid)))[:1] == ["T"]
 
-    def detect_failure(self, limits: LaunchLimits, looked: float) -> None:
+    def detect_failure(self, limits: LaunchLimits, read_at: float) -> None:
         """Set `outcome` to a failure if the process is gone, or has been silent for too long."""
         code = self.process.poll()
         if code is not None and self.outcome is None:
@@ -117,7 +117,7 @@ class RankProcess(RankState):
             cause = describe_exit(code)
             message = cause + explain_kill(code, self._memory_kills)
             self.outcome = RankFailure(time.monotonic(), cause, message, self.read_stack_file())
-        self.detect_silence(limits, looked)
+        self.detect_silence(limits, read_at)
 
     def read_stack_file(self) -> str:
         """Return the present content of the rank's stack file."""
@@ -194,15 +194,15 @@ def watch_ranks(
         while not all(isinstance(rank.outcome, RankResult) for rank in ranks):
             for check in checks:
                 check()
-            looked = time.monotonic()
+            read_at = time.monotonic()
             for key, _ in selector.select(timeout=0.1):
                 if not key.data():
                     selector.unregister(key.fd)
             # Failures are looked for after the pipes were emptied: until then all ranks seem silent if this process was
             # stopped too.
             for rank in ranks:
-                rank.detect_failure(limits, looked)
-            first_failure = find_first_failure(ranks, limits, looked)
+                rank.detect_failure(limits, read_at)
+            first_failure = find_first_failure(ranks, limits, read_at)
             if first_failure is not None:
                 failure, number = first_failure
                 if failure.cause in (SILENT, STALLED):

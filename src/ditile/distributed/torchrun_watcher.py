@@ -213,17 +213,17 @@ class Hub:
         while not all(isinstance(rank.outcome, RankResult) for rank in self._ranks):
             # The time from before the wait: if this process was stopped meanwhile, all ranks seem silent until the
             # links were read.
-            looked = time.monotonic()
+            read_at = time.monotonic()
             time.sleep(TICK)
             with self._lock:
                 for rank in self._ranks:
-                    rank.detect_silence(self._limits, looked)
+                    rank.detect_silence(self._limits, read_at)
                 if not self._is_command and all(rank.signs.call is None for rank in self._ranks):
                     # Between calls a script may take any time.
                     for rank in self._ranks:
                         rank.signs.last_activity = time.monotonic()
                         rank.signs.last_progress = time.monotonic()
-                first_failure = find_first_failure(self._ranks, self._limits, looked)
+                first_failure = find_first_failure(self._ranks, self._limits, read_at)
             if first_failure is not None:
                 failure, number = first_failure
                 rank = self._ranks[number]
@@ -260,7 +260,7 @@ class Hub:
             try:
                 link, _ = server.accept()
             except OSError:
-                # There may be too few descriptors. Without a pause, a waiting connection would be tried again at once.
+                # There may be no free descriptor. Without a pause, this loop would try again at once, without end.
                 time.sleep(TICK)
                 continue
             if self._strangers.acquire(blocking=False):

@@ -110,7 +110,7 @@ class PeerChannel:
         self._traffic = traffic
         self._shared = shared
         self._before_send = before_send
-        # (work, what is sent, the message): what gloo sends of a message on a GPU is a copy on the CPU.
+        # (work, tensor that is sent, message): gloo sends a copy on the CPU if the message is on a GPU.
         self._sending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
         self._posted: deque[PostedReceive] = deque()
         self._sent = 0
@@ -243,8 +243,8 @@ class PendingMessages:
     """Messages under way.
 
     Attributes:
-        prepare: (what is sent, memory for what arrives) -> what starts torch's works; each start uses the same memory.
-        sizes: bytes of each message, as they are counted.
+        prepare: (what is sent, memory for what arrives) -> what starts torch's works, each time with the same memory.
+        sizes: the counted bytes of each message.
         sent: the tensors to send, on `device`; kept until the messages are done.
         received: memory for what arrives, on `device`.
         device: the device of this rank.
@@ -332,7 +332,7 @@ class PendingMessages:
             for work in works:
                 work.wait()
             if messages.landing is not messages.received:
-                # Where this rank is alone, nothing has landed.
+                # If there is only this rank, nothing has landed.
                 for target, landed in zip(messages.received, messages.landing, strict=False):
                     target.copy_(landed)
         if self.existed:
@@ -501,7 +501,7 @@ def _start_messages(
 ) -> PendingMessages:
     """Start all messages in one batch: under NCCL two ranks that both send first would hang. Empty ones are left out.
 
-    `sizes` are the bytes of each message, as they are counted.
+    `sizes` are the counted bytes of each message.
     """
     peers: list[int] = []
     messages: list[Tensor] = []
@@ -567,7 +567,7 @@ def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: T
 
 
 def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
-    """Broadcast `tensor` of group rank `source` to every rank. The others give one of the same shape and dtype."""
+    """Broadcast `tensor` of group rank `source` to every rank. The others pass one of the same shape and dtype."""
     staged = tensor.contiguous().to(choose_transfer_device(tensor.device, group))
     with traffic.trace.record_wait(kind):
         dist.broadcast(staged, group=group, group_src=source)
@@ -590,7 +590,7 @@ def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None, traffic: Tr
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Gather `value` of every rank, in rank order, on every rank. It goes as JSON over a CPU group; no pickle."""
+    """Gather `value` of every rank, in rank order, on every rank. It is sent as JSON, not pickle, over a CPU group."""
     if group is None:
         return [value]
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -44,12 +44,12 @@ from ditile.plan.plan import Plan
 SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
 """The scale of numbers that are all zero."""
 ROUND_UP = 1 + torch.finfo(torch.bfloat16).eps
-"""A factor on each scale: one that was rounded down would make codes that are too large."""
+"""A factor on each scale: a scale that was rounded down would make codes that are too large."""
 CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST_CODE = {
     "fp8": torch.finfo(torch.float8_e4m3fn).max,
     "int8": torch.iinfo(torch.int8).max,
-    # They are symmetric, so that zero has a code.
+    # These codes are symmetric about zero, so that zero has a code.
     "residual4": 7,
     "residual3": 3,
 }

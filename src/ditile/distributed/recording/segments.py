@@ -54,7 +54,7 @@ class OperatorWatch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Quantized weights run their operators on their parts, which come here again.
+        # Quantized weights then run operators on their parts, which this mode sees.
         if any(map(has_own_operators, types)):
             return NotImplemented
         # Operations of messages on tensors are not part of a segment.

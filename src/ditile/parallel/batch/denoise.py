@@ -88,7 +88,7 @@ class DataCfgBatch:
     def _splits_calls(self, step: int) -> bool:
         """Return whether the groups compute calls of their own in a step."""
         # Step 0 shows how many calls there are. If calls have another mode than in the step before, their results may
-        # have another shape, and every rank computes all of them once to know it.
+        # have another shape, and every rank computes all of them once to learn this shape.
         if not self._by_calls or step <= self._learning_step or step in self._changed_steps:
             return False
         whole_steps = self._now.findings.whole_steps
@@ -130,12 +130,12 @@ class DataCfgBatch:
         self._used_early: Tensor | None = None  # whether the pipeline used a prediction before it arrived
         self._predictions: dict[int, list[Tensor]] = {}
         self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
-        self._modes: dict[int, str] = {}  # of each call of the step, when it was last made
+        self._modes: dict[int, str] = {}  # number of a call in the step -> its mode when it was last made
         self._changed_steps: set[int] = set()  # in which calls have another mode than in the step before
-        self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
-        self._last_num_branches: list[int] = []  # of each call of the step before
+        self._num_branches: dict[int, int] = {}  # number of a call in the step -> its branches when it was last made
+        self._last_num_branches: list[int] = []  # of each call in the step before
         self._most_parts = 0  # branches, or calls that are kept whole, in one of the first steps
-        self._call_slices: dict[int, list[BatchSlice]] = {}  # of each call that groups share: the rows of each group
+        self._call_slices: dict[int, list[BatchSlice]] = {}  # number of a call that groups share -> each group's rows
         self._deferred = DeferredWork()
 
     def select_branches(self, step: int, calls: int) -> Sequence[int]:
@@ -155,8 +155,8 @@ class DataCfgBatch:
         This runs when the scheduler is stepped.
 
         Raises:
-            ModelError: if the latents' rows are not those that the call asked for, or guidance is off and cfg has no
-                use.
+            ModelError: if the latents have another number of rows than the call asked for, or guidance is off and cfg
+                has no use.
         """
         if self._data.size == self._cfg.size == 1:
             return
@@ -364,7 +364,7 @@ class DataCfgBatch:
         return 0 < self._learning_step == self._now.micro_step.step
 
     def _learn_calls(self) -> None:
-        """Learn from the calls of a step how those of the next ones are split.
+        """Learn from the calls of a step how to split the next steps' calls.
 
         Raises:
             ModelError: if there are fewer branches than groups.
@@ -487,7 +487,7 @@ class DataCfgBatch:
     def _change_rows(
         self, args: Sequence[Any], kwargs: dict[str, Any], change: Callable[[Any], Any]
     ) -> tuple[list[Any], dict[str, Any]] | None:
-        """Change those arguments of a call that have rows, and return all of them. None if it is not known which have.
+        """Change the arguments that have rows, and return all arguments. None if it is not known which have rows.
 
         Args:
             change: takes a tensor `[rows, ...]`, or a list with an item for each row.

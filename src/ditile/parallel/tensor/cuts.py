@@ -1,4 +1,4 @@
-"""The share of each parameter that a rank of the tensor axis holds. Nothing is read: a model on meta is enough.
+"""The share of each parameter that a rank of the tensor axis holds. No weight is read: a model on meta is enough.
 
 A table has the format of diffusers' `_tp_plan`: module pattern (`*` stands for one name) -> "colwise", "rowwise",
 `PackedColwiseParallel` or `PackedRowwiseParallel`; and, beyond it, "rms_norm": an RMS norm across all heads.
@@ -232,7 +232,7 @@ def read_head_counts(module: nn.Module) -> list[int]:
 def find_sharded_attentions(transformer: nn.Module, styles: Mapping[str, CutStyle]) -> dict[str, Any]:
     """Find the attention modules that own cut modules, by path.
 
-    These are the nearest owners of a cut module that have a number of heads.
+    Each is the nearest owner of a cut module that has a number of heads.
     """
     attention_modules = {}
     for path in styles:

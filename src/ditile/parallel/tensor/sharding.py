@@ -298,7 +298,7 @@ def _divide_head_counts(stack: ExitStack, transformer: nn.Module, cuts: TensorCu
 
 
 def _cut_arguments(stack: ExitStack, path: str, block: nn.Module, cuts: TensorCuts) -> None:
-    """Make a block's forward cut its arguments to this rank's share in their dimension of heads, or of all features."""
+    """Make a block's forward cut its arguments to this rank's share, along their dimension of heads or features."""
     names = list_parameter_names(block)
     forward = block.forward
     places = cuts.arguments[path]
@@ -368,7 +368,7 @@ def _multiply_and_sum(linear: Any, over_ranks: TensorMap, x: Tensor) -> Tensor:
 
 
 def _multiply_and_gather(linear: Any, cuts: TensorCuts, over_ranks: TensorMap, x: Tensor) -> Tensor:
-    """Compute a Linear whose outputs are shared among the ranks, and give all ranks all of them.
+    """Compute a Linear whose outputs are shared among the ranks, and give every rank all outputs.
 
     A sum with zeros gathers them exactly.
     """

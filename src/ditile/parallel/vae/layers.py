@@ -54,7 +54,7 @@ class StripConvolution:
         size = self.strip.block_size or max(len(part.out), 1)
         out: Tensor | None = None
         if size >= len(part.out) and part.inner:
-            # All rows are made at once, as if there were nothing beyond the strip; those at the edges are made again
+            # All rows are made at once, as if there were nothing beyond the strip; rows at the edges are made again
             # below.
             out = self._convolve_rows(own, part.out, prepare)
         else:

@@ -58,7 +58,7 @@ class ParallelVAE:
         traffic: counts the sent bytes under "vae".
         block_size: how many rows a convolution makes at a time; None for all. Fewer rows lower the peak memory of its
             kernel and of its normalized input rows.
-        weights: the share of each rank of the rows or tiles, in any unit; equal by default.
+        weights: each rank's share of the rows or tiles, in any unit; equal by default.
 
     Raises:
         ModelError: if the autoencoder is not one that can be divided exactly.
@@ -181,7 +181,7 @@ def _doubles_rows(module: Upsample2D) -> bool:
 
 
 def check_vae_divisible(vae: Any) -> None:
-    """Refuse an autoencoder that can neither be divided by rows exactly, nor calls its coders on tiles.
+    """Refuse an autoencoder that neither can be divided by rows exactly, nor calls its coders on tiles.
 
     Raises:
         ModelError: with a message that names the obstructing module, and what would work.
