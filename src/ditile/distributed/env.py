@@ -53,7 +53,7 @@ class Torchrun(NamedTuple):
 
 
 def should_check_key_ages() -> bool:
-    """Return whether `DITILE_CHECK=1` asks for the ages of keys to be asserted."""
+    """Return whether `DITILE_CHECK=1` asks for its checks, such as the one on the ages of keys."""
     return os.environ.get("DITILE_CHECK", "0") not in ("", "0")
 
 

@@ -52,8 +52,8 @@ class RankProcess(RankState):
 
     Args:
         number: its place in the world.
-        command: the command line; the numbers of its three descriptors follow as words.
-        environ: its whole environment, given the number of its heartbeat descriptor.
+        command: its command line, to which the numbers of its three pipes are added.
+        environ: makes its whole environment from the number of its heartbeat pipe.
         job: the frame that the parent sends to it.
         stacks: the file into which it writes its stacks.
         descriptors: more descriptors that it inherits, under the same numbers.

@@ -440,12 +440,12 @@ def start_gather(
     # `all_gather` takes only parts of one shape.
     if len(set(shapes)) == 1:
         x = x.contiguous()
-        everyone = [torch.empty_like(x) for _ in shapes]
+        received = [torch.empty_like(x) for _ in shapes]
 
         def prepare(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> StartWorks:
             return partial(_start_collective, dist.all_gather, list(landing), sent[0], group=group)
 
-        return PendingMessages(prepare, [size], [x], everyone, x.device, group, traffic, kind, unpack).start()
+        return PendingMessages(prepare, [size], [x], received, x.device, group, traffic, kind, unpack).start()
     own_rank = dist.get_rank(group)
     receives = list(enumerate(shapes))
     del receives[own_rank]
@@ -582,11 +582,11 @@ def gather_numbers(numbers: Tensor, group: dist.ProcessGroup | None, traffic: Tr
     """Gather a small CPU tensor of every rank of a CPU group, stacked in rank order: `[ranks, ...]`."""
     if group is None:
         return numbers[None]
-    everyone = [torch.empty_like(numbers) for _ in range(group.size())]
+    parts = [torch.empty_like(numbers) for _ in range(group.size())]
     with traffic.trace.record_wait(kind):
-        dist.all_gather(everyone, numbers.contiguous(), group=group)
+        dist.all_gather(parts, numbers.contiguous(), group=group)
     traffic.count_message(kind, (group.size() - 1) * numbers.nbytes)
-    return torch.stack(everyone)
+    return torch.stack(parts)
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -82,11 +82,11 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
         if encoder_hidden_states is None:
             return own
         query = queries[0]
-        heads = (len(hidden_states), -1, attn.heads, attn.head_dim)
+        shape = (len(hidden_states), -1, attn.heads, attn.head_dim)
         added: Any = 0
         for image, scale, to_k, to_v in zip(ip_hidden_states, self.scale, self.to_k_ip, self.to_v_ip, strict=False):
-            key = to_k(image).view(heads)
-            value = to_v(image).view(heads)
+            key = to_k(image).view(shape)
+            value = to_v(image).view(shape)
             out = dispatch_attention_fn(
                 query, key, value, backend=self._attention_backend, parallel_config=self._parallel_config
             )

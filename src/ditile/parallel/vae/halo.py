@@ -56,8 +56,8 @@ class RowWindow:
     Attributes:
         kernel: how many rows an output row is made of.
         stride: rows from one output row to the next.
-        before: rows of zeros above the image.
-        after: rows of zeros below it.
+        before: rows of padding above the image.
+        after: rows of padding below the image.
         scale: how many times each input row is repeated first (nearest up-sampling).
     """
 

@@ -138,7 +138,7 @@ def _install_coder_forward(
     strip: Strip,
     unit: int,
 ) -> None:
-    whole = coder.forward
+    stock_forward = coder.forward
     may_be_empty = isinstance(coder, Encoder | Decoder)
 
     def code_own_rows(sample: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -147,10 +147,10 @@ def _install_coder_forward(
         with torch.no_grad():
             if not may_be_empty and sample.shape[-2] < strip.num_ranks:
                 # Every rank codes the whole sample: a strip without rows is not known to work.
-                return whole(sample, *args, **kwargs)
+                return stock_forward(sample, *args, **kwargs)
             own = strip.select_own_rows(sample, unit)
             with functions:
-                result = whole(own, *args, **kwargs)
+                result = stock_forward(own, *args, **kwargs)
             if isinstance(result, tuple):
                 # Results beside the image, such as a cache of frames, stay on this rank.
                 return (strip.gather_image(result[0]), *result[1:])
