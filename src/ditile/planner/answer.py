@@ -35,7 +35,7 @@ class PlanAnswer:
         hosts: for each plan, the host memory needed by the ranks of a host.
         host_memory_bytes: bytes of a host's memory; 0 if they are not known.
         is_unlike: whether `hardware` names the device of each rank.
-        models: transformers that are called in turns; memory has all of them on every rank.
+        models: the number of transformers that are called in turns; every rank has all of them in memory.
     """
 
     model: str
@@ -161,12 +161,12 @@ class PlanAnswer:
             yield f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here"
 
     def _describe_host_memory(self) -> Iterator[str]:
-        """Yield lines on host memory for the first plan: for weights kept there, and for loading if it may not fit."""
+        """Yield remarks on the first plan's host memory, if weights are kept there or do not fit while they load."""
         host = self.hosts[0]
         plan = self.result.prices[0].plan
-        stays = plan.offload == "blocks"
+        keeps_blocks = plan.offload == "blocks"
         is_short = 0 < self.host_memory_bytes < host.loading
-        if stays:
+        if keeps_blocks:
             blocks = "blocks"
             if plan.offload_ranks is not None:
                 blocks = f"blocks of rank {format_ranks(plan.offload_ranks)}"
@@ -177,7 +177,7 @@ class PlanAnswer:
         needs = f"while they load, the ranks of a host need up to {format_bytes(host.loading)} of its memory"
         if is_short:
             yield f"warning: {needs}, and there are {format_bytes(self.host_memory_bytes)}"
-        elif stays:
+        elif keeps_blocks:
             yield needs
 
 
@@ -203,7 +203,7 @@ def make_memory_table(memories: Sequence[RankMemory]) -> Table:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks in runs: 0, 2-5."""
+    """Format ranks in runs, such as "0, 2-5"."""
     runs = []
     # In a run, rank and index grow together, so their difference is constant.
     for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):

@@ -52,7 +52,7 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
     element_size = getattr(torch, dtype).itemsize
     job = build_subject_job(subject, plan, call, configs, element_size)
     table = describe_plan(options.model, job, ["any"] * plan.world)
-    # A warmup of one step is shown in addition; of a longer warmup only the first steps are, to keep the chart narrow.
+    # To keep the chart narrow, it has one step more for a warmup of one step, and only the first steps of a longer one.
     num_shown = STEPS_SHOWN
     if plan.warmup < STEPS_SHOWN:
         num_shown += plan.warmup
@@ -68,7 +68,7 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArgument
 
 
 def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArguments) -> PlannedCall:
-    """Plan the call shown by `describe_dry_run`, with the same arguments and errors."""
+    """Plan the call that `describe_dry_run` shows, with the same errors and, except `engine`, the same arguments."""
     subject, call = _read_planned_call(options)
     return build_subject_job(subject, plan, call, configs)
 
@@ -98,7 +98,7 @@ def _render_gantt_chart(schedule: PatchSchedule, steps: int, calls: int) -> str:
     """Render the first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of
     time."""
     num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
-    # A column is the longest unit of time of which every op takes a whole number.
+    # A column is the longest unit of time that divides the time of every op.
     column_time = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
     spans = []
     for span in simulate_schedule(schedule, calls=calls):

@@ -22,7 +22,7 @@ PROFILES = Path(__file__).parents[1] / "model" / "assets" / "profiles"
 """Profiles that were measured, one JSON file each."""
 
 SOCKET = 4
-"""GPUs on one CPU socket, of those that PCIe joins."""
+"""GPUs on one CPU socket, if PCIe joins them."""
 # The roofs below are smooth on logarithmic scales, so that a few powers of two are enough.
 SIZES = tuple(2.0**k for k in range(0, 19, 2))
 WIDTHS = tuple(2.0**k for k in range(7, 15))
@@ -33,7 +33,7 @@ class Datasheet:
     """A device and its links to others of its host.
 
     Attributes:
-        flops: operations a second at most, of 16-bit matrices with 32-bit sums, dense.
+        flops: the peak rate of dense 16-bit matrix products with 32-bit sums, in operations a second.
         bandwidth: bytes a second of its memory.
         memory_gb: memory of the device, in 10^9 bytes.
         link: "pcie" or "nvlink".
@@ -64,8 +64,8 @@ class LinkEfficiency:
 
     Attributes:
         latency_s, call_s, crossing, reduce, overlap: see `Link`.
-        exchange: share of the bandwidth between two devices that each device has while all of them exchange, with all
-            of their socket or with their neighbours.
+        exchange: share of the bandwidth between two devices that each has while all devices exchange at once, either
+            with their whole socket or with neighbours.
     """
 
     latency_s: float
@@ -116,7 +116,7 @@ EFFICIENCY = Efficiency(
 def read_datasheets() -> Mapping[str, Datasheet]:
     """Read the datasheet of each card.
 
-    The rate of a link is measured for L20 and A100 alone. Other NVLink cards are taken to reach the A100's share of
+    The rate of a link is measured for L20 and A100 only. Other NVLink cards are taken to reach the A100's share of
     their link. GeForce cards send through the host's memory, so they are taken to reach less than an L20. They have all
     16 lanes here; a board that gives two cards 8 lanes each has links of half the rate.
     """
@@ -137,7 +137,7 @@ def load_profile(name: str, interlink: str | None = None) -> Profile:
         interlink: bits a second between hosts, such as "10Gbit".
 
     Raises:
-        PlanError: if it is not known, devices have curves of unlike types, or the interlink is not a bandwidth.
+        PlanError: if a name is not known, devices were measured in unlike types, or the interlink is not a bandwidth.
     """
     profiles = [_load_device_profile(each.strip()) for each in name.split(",")]
     machine_profile = profiles[0]
@@ -162,7 +162,7 @@ def join_devices(profiles: Sequence[Profile]) -> Profile:
     """Join devices in the order of the ranks into the profile of one machine.
 
     Raises:
-        PlanError: if their curves are of numbers of unlike sizes.
+        PlanError: if their curves were measured with numbers of unlike sizes.
     """
     first = profiles[0]
     link = first.link
@@ -186,7 +186,7 @@ def join_devices(profiles: Sequence[Profile]) -> Profile:
 
 def make_datasheet_profile(name: str, sheet: Datasheet, reached: Efficiency) -> Profile:
     """Make the profile of a device that reaches some shares of its datasheet."""
-    # A product or an attention of this size reaches half of the rate.
+    # Products and attentions of these sizes reach half of their rate.
     matmul_half = reached.matmul_half
     attention_half = reached.attention_half
     best = sheet.flops * reached.matmul
@@ -229,8 +229,8 @@ def make_datasheet_profile(name: str, sheet: Datasheet, reached: Efficiency) -> 
 
 
 def add_interlink(profile: Profile, interlink: str) -> Profile:
-    """Add a link between hosts to a profile, in bits a second. Messages on it overlap like within a host."""
-    # A tenth of the bandwidth is taken to be protocol, and 50 microseconds the way from host to host.
+    """Add a link between hosts, in bits a second, to a profile. Its messages overlap as those within a host do."""
+    # The protocol is taken to need a tenth of the bandwidth, and a message 50 microseconds from host to host.
     bits = parse_bandwidth(interlink)
     host_link = Link(
         latency_s=5e-5,

@@ -1,11 +1,11 @@
 """Predicts the latency of a plan: simulates the schedule of its stages with counted work, on a measured machine.
 
     compute      seconds that the busiest stage computes
-    exposed      seconds that messages add: ranks wait within a call, and messages between stages travel under work
+    exposed      seconds that messages add: ranks wait for those within a call; those between stages overlap with work
     bubble       seconds that the busiest stage waits for others even if messages take no time: filling and warmup
 
-The latency of the denoising loop is the sum of the three. A cache leaves out steps; a computed step among them fills
-the pipeline again.
+The latency of the denoising loop is the sum of the three. A cache leaves out steps, and each computed step after them
+fills the pipeline again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Price:
         bubble_s: seconds that the busiest stage waits for others even if messages take no time.
         bytes_per_step: bytes that all ranks send in a step, the mean over the steps.
         memory_bytes: peak memory of the rank that needs most.
-        is_recorded: whether it has recorded steps.
+        is_recorded: whether its steps are recorded as CUDA graphs.
 
         text_s, decode_s: seconds of the text encoders before the loop, and of the decode after it; 0 with more than
             `FEW_STEPS` steps, since they are a small part then.
@@ -80,7 +80,7 @@ class Pricer(MachineWork):
 
     @cached_property
     def _work_of_ranks(self) -> Sequence[MachineWork]:
-        """Return the model on the device of each rank; empty if all are alike."""
+        """Return the model's work on the device of each rank; empty if all devices are alike."""
         devices = self.profile.by_rank
         works: list[MachineWork] = []
         for rank, device in enumerate(devices):
@@ -110,17 +110,17 @@ class Pricer(MachineWork):
         for step, kind in enumerate(ops.step_kinds):
             # Only the last step sends no latents to the first stage.
             steps_by_kind.setdefault((kind, step == last), []).append(step)
-        alike = ops.first_alike_stages
+        first_alike = ops.first_alike_stages
         if ops.schedule.warmup_group_size:
-            alike = list(range(job.plan.pipefusion))
+            first_alike = list(range(job.plan.pipefusion))
         sent = 0
         for rank in range(job.plan.world):
             stage = rank // job.ranks_of_stage % job.plan.pipefusion
-            if alike[stage] != stage:
+            if first_alike[stage] != stage:
                 continue
             for steps in steps_by_kind.values():
                 traffic = cost.count_traffic_in_step(job, rank, steps[0])
-                sent += alike.count(stage) * len(steps) * sum(traffic.values())
+                sent += first_alike.count(stage) * len(steps) * sum(traffic.values())
         return Price(
             plan=job.plan,
             latency_s=latency,
@@ -147,7 +147,7 @@ class Pricer(MachineWork):
         return max(seconds, key=seconds.__getitem__)
 
     def _sum_stage_seconds(self, job: PlannedCall, skips: CacheSkips) -> dict[int, float]:
-        """Sum the seconds each stage is occupied. Stages that are alike are there once, by the first of them."""
+        """Sum the seconds each stage is occupied. Stages that are alike have one entry, under the first of them."""
         ops = self.make_op_pricer(job, skips)
         # Steps of one kind have the same work, and so have stages that are alike.
         steps_by_kind: dict[tuple[tuple[bool, ...], int], list[int]] = {}
@@ -166,39 +166,39 @@ class Pricer(MachineWork):
 def _simulate_loop(ops: OpPricer, *, free: bool) -> tuple[float, float]:
     """Simulate the loop. Return its seconds, and those its busiest stage works. With `free`, messages take no time."""
     steps = ops.job.shape.steps
-    shown, spans = simulate_steps(ops, free=free)
-    ends = find_step_ends(spans, shown)
+    simulated, spans = simulate_steps(ops, free=free)
+    ends = find_step_ends(spans, simulated)
     last_step_seconds = ends[-1]
-    if shown > 1:
+    if simulated > 1:
         last_step_seconds -= ends[-2]
     busy = [0.0] * ops.schedule.stages
     for span in spans:
         seconds = span.end - span.start
         # The last step that is simulated stands for all later ones.
-        if span.op.step == shown - 1:
-            seconds *= 1 + steps - shown
+        if span.op.step == simulated - 1:
+            seconds *= 1 + steps - simulated
         busy[span.stage] += seconds
-    return ends[-1] + (steps - shown) * last_step_seconds, max(busy)
+    return ends[-1] + (steps - simulated) * last_step_seconds, max(busy)
 
 
 def simulate_steps(ops: OpPricer, *, free: bool) -> tuple[int, list[Span]]:
     """Return the number of simulated steps, and their ops."""
     schedule = ops.schedule
-    # Whether a step computes references depends on its number, so no step stands for the others.
+    # Whether a step computes references or is skipped depends on its number, so no step stands for the others.
     is_steady = not ops.skips.steps and not (schedule.num_references and schedule.references)
     steps = ops.job.shape.steps
-    shown = min(steps, schedule.warmup + STEADY) if is_steady else steps
+    simulated = min(steps, schedule.warmup + STEADY) if is_steady else steps
 
     def get_travel_seconds(stage: int, op: Op) -> float:
         return 0.0 if free else ops.get_travel_seconds(stage, op)
 
     spans = simulate_schedule(
-        replace(schedule, steps=shown),
+        replace(schedule, steps=simulated),
         lambda stage, op: ops.get_op_seconds(stage, op, free=free),
         ops.job.count_calls_in_step,
         get_travel_seconds,
     )
-    return shown, spans
+    return simulated, spans
 
 
 def find_step_ends(spans: list[Span], steps: int) -> list[float]:

@@ -39,7 +39,7 @@ from ditile.runner.requests.options import TRUE_CFG, GenerateOptions, Paths, Sou
 from ditile.runner.requests.pictures import read_picture
 
 MAX_STEPS = 1000
-"""Upper bound of a search; more steps than schedulers have timesteps take minutes."""
+"""The most steps that a search accepts: schedulers have 1000 timesteps, and a search for more steps takes minutes."""
 SearchedSteps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -150,7 +150,7 @@ class PlanQuestion(SourceOptions):
         return Plan.parse(self.price)
 
     def read_pictures(self) -> list[Image.Image]:
-        """Read the images at the start of the call; for a size, an image without a motif.
+        """Read the images that the call starts from; a size in place of a file makes a blank image.
 
         Raises:
             ModelError: if a file is not an image, or a side is out of its range.
@@ -164,10 +164,10 @@ class PlanQuestion(SourceOptions):
             width, height = map(int, size.groups())
             check_value(Pixels, width, f"image={text!r}: width")
             check_value(Pixels, height, f"image={text!r}: height")
-            # Pillow's own limit, above which a file may be a bomb; it may have been switched off.
-            most = Image.MAX_IMAGE_PIXELS or math.inf
-            if width * height > most:
-                raise PlanError(f"image={text!r} has {width * height} pixels, and {most} are the most; try 1024x1024")
+            # Pillow's own limit against decompression bombs; it is None where a user has switched it off.
+            limit = Image.MAX_IMAGE_PIXELS or math.inf
+            if width * height > limit:
+                raise PlanError(f"image={text!r} has {width * height} pixels, and {limit} are the most; try 1024x1024")
             pictures.append(Image.new("RGB", (width, height)))
         return pictures
 
@@ -200,7 +200,7 @@ class PlanQuestion(SourceOptions):
 
 
 def load_machine_profile(ask: PlanQuestion) -> Profile:
-    """Load the profile of a question's machine, or of this one, with the device of each rank if they differ.
+    """Load the profile of the named machine, or of this one; if ranks differ, it has the device of each.
 
     Raises:
         PlanError: if the hardware is not known, this machine was not measured, or too few of its ranks were.
@@ -214,7 +214,7 @@ def load_machine_profile(ask: PlanQuestion) -> Profile:
         )
     if profile.has_unlike_ranks or ask.devices_of is not None:
         joined = hardware.join_devices(profile.list_measured_ranks())
-        # With several hosts, the ranks are those of all hosts, and `devices` those of one.
+        # `join_devices` counts the ranks of all hosts as devices, but `devices` counts those of one host.
         profile = dataclasses.replace(joined, devices=profile.devices)
     plan = ask.priced_plan
     devices = ask.devices

@@ -17,8 +17,8 @@ MERGING_KERNELS = 9
 MERGING_PASSES = {4: 3, 2: 12}
 """Bytes of a number -> how often merging reads or writes the bytes of an output.
 
-fp32: two reads and a write. Half precision is converted to fp32 before: two reads, and two writes of twice the bytes;
-then it is merged in twice the bytes."""
+fp32: two reads and a write. Half precision is first converted to fp32 (two reads, and two writes of twice the bytes),
+and then merged in twice the bytes."""
 
 
 class RankTokens(NamedTuple):
@@ -29,8 +29,8 @@ class RankTokens(NamedTuple):
         image, text: tokens that it computes.
         image_keys, text_keys: tokens that they attend to.
         heads: share of the heads for which it computes attention.
-        split: ranks that split every matrix; if their shares are uneven, the whole over this rank's share.
-        attended: tokens whose attention it computes, over its own tokens. Under Ulysses these are more, in fewer heads.
+        split: ranks that split every matrix; if their shares are uneven, the whole divided by this rank's share.
+        attended: tokens whose attention it computes, divided by its own tokens: more than 1 under Ulysses.
     """
 
     batch: int
@@ -109,7 +109,7 @@ class RooflineDevice:
         profile = self._profile
         if kernel.kind == "matmul":
             k, n = kernel.size
-            # The curve is over the geometric mean of a matrix's sides.
+            # The curve's second size is the geometric mean of a matrix's sides.
             width = (k * n / split) ** 0.5
             return 2 * rows * k * n / split / profile.matmul.interpolate(rows, width)
         size = kernel.size[0] * rows * profile.element_size
@@ -124,7 +124,7 @@ def merge_work(works: Iterable[Work]) -> Work:
 
 
 def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
-    """Return the share of a link's bandwidth in an exchange."""
+    """Return the share of a link's bandwidth that an exchange among `n` ranks has."""
     if kind == "tensor":
         return link.reduce
     if kind == "ring":
@@ -133,11 +133,11 @@ def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
         if link.gather is None:
             return link.neighbours
         return link.gather
-    # All ranks are on one socket.
+    # All ranks are on one socket: there is only one (0), or the first has room for all.
     if not 0 < link.socket < n:
         return link.collective
-    # Of an all-to-all of n ranks n^2 / 4 messages cross the link between two sockets in each direction. In that time a
-    # rank sends its n - 1 messages.
+    # In an all-to-all of n ranks, n^2 / 4 messages cross the link between two sockets in each direction. In that time
+    # a rank sends its n - 1 messages.
     slowdown = n**2 / 4 / (n - 1) / link.crossing
     return min(link.collective, 1 / slowdown)
 

@@ -79,9 +79,9 @@ from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.weights.prequantized import StoredWeights
 
 PROBED = Grid(22, 32)
-"""Token rows and columns of the image with which a recorded model is counted."""
+"""Token rows and columns of the image in the probe, the recorded call that a model's work is counted with."""
 PROBED_TEXT = 384
-"""Text tokens in that call. Both are multiples of 32, to which some families pad, and no widths of a large model."""
+"""Text tokens of the probe. Both counts are multiples of 32, to which some families pad, and no large model's width."""
 SIDES = (32, 64)
 """Latent pixels along the sides of the squares used to find the pixels per token."""
 EXCHANGE_OF_STYLE = {"rowwise": "sum", "rms_norm": "norm"}
@@ -94,7 +94,7 @@ COLUMNS = {name: (name,) for name in AXES} | {"pipefusion": ("pipefusion", "stal
 
 @dataclass(frozen=True)
 class PlanSubject:
-    """A pipeline with a transformer without weights.
+    """A pipeline whose transformer has no weights.
 
     Attributes:
         transformer: the transformer, on the meta device.
@@ -139,17 +139,17 @@ class PlanSubject:
         has_controlnet: bool = False,
         components: ComponentFiles | None = None,
     ) -> PlanSubject:
-        """Read the pipeline of a folder or hub id. Only its configs are read.
+        """Read a pipeline from a folder or hub id. Only its configs are read.
 
         Args:
-            given: the inputs of its calls besides words, such as `image`. The class of its family that generates from
-                them is taken, if its calls can be recorded.
+            given: inputs besides text, such as `image`. They choose another class of the pipeline's family, if calls of
+                that class can be recorded.
             has_controlnet: whether there is a ControlNet besides the model's own parts.
             components: component -> the file with its weights; by default they are the model's own.
 
         Raises:
             LoadError: if configs cannot be read.
-            ModelError: if it has no transformer, or the transformer's calls are neither known nor can be recorded.
+            ModelError: if it has no transformer, or one whose calls are not known and cannot be recorded.
         """
         with convert_build_errors(name):
             configs = PipelineConfigs.read_source(source, components or {})
@@ -160,7 +160,7 @@ class PlanSubject:
 
     @classmethod
     def from_pipeline_configs(cls, name: str, configs: PipelineConfigs) -> PlanSubject:
-        """Build the pipeline of configs that were read."""
+        """Build the subject from a pipeline's configs."""
         transformer = configs.build_transformer()
         family = find_call_family(transformer)
         recorder = None
@@ -210,7 +210,7 @@ class PlanSubject:
 
     @cached_property
     def parameter_counts(self) -> Weights:
-        """Return the numbers of its parameters."""
+        """Count the transformer's parts: parameters, attention layers and exchanges."""
         weights = self.block_hooks.describe_weights()
         if self.family.example is not None:
             return weights
@@ -219,7 +219,7 @@ class PlanSubject:
             sees_text = []
             for path, _ in hook.list_attentions():
                 kinds = [drop_further_keys(kind.rstrip(REAL_PAIRS)) for kind in hook.anatomy.attention[path]]
-                # Others attend only to the tokens of a second stream, whose keys no rank exchanges.
+                # Other kinds attend only to the tokens of a second stream, whose keys no rank exchanges.
                 if any(kind.endswith(("N", "J")) for kind in kinds):
                     sees_text.append(hook.sees_text(path))
             layers.append(tuple(sees_text))
@@ -231,7 +231,7 @@ class PlanSubject:
         return replace(weights, layers=tuple(layers), out=out, exchanges=self._find_tensor_exchanges())
 
     def _find_tensor_exchanges(self) -> tuple[tuple[tuple[str, str], ...], ...]:
-        """Find for each block the sums after its row-parallel Linears and within its norms across heads."""
+        """Find each block's sums after row-parallel Linears, and those within norms across heads."""
         chain = self.block_hooks.chain
         if "tensor" in self._holes:
             return tuple(() for _ in chain)
@@ -248,7 +248,7 @@ class PlanSubject:
 
     @cached_property
     def transformer_work(self) -> TransformerWork:
-        """Count its work on the first use."""
+        """Return the counted work of the transformer."""
         return count_transformer_work(self.transformer, self.family, self._make_counted_call())
 
     @cached_property
@@ -268,14 +268,14 @@ class PlanSubject:
 
     @cached_property
     def _probed_frames(self) -> int:
-        """Return the frames of the calls with which a recorded model is counted."""
+        """Return the number of frames in the probe."""
         assert self.recorder is not None
-        # A VAE of chunks makes no single frame, and the shortest video of a pipeline is not known.
+        # A VAE that decodes chunks of frames makes no single frame, and a pipeline's shortest video is not known.
         return 1 if self.scale.chunk == 1 else self.recorder.default_frames
 
     @property
     def _probed_tokens(self) -> int:
-        """Return the image's tokens in the counted call, without what else may be in its sequence."""
+        """Count the image's tokens in the probe, without other tokens of their sequence."""
         return PROBED.num_tokens * self.scale.count_latent_frames(self._probed_frames)
 
     def _record(self, call: CallArguments) -> RecordedStep:
@@ -289,7 +289,7 @@ class PlanSubject:
         return self._steps[key]
 
     def _record_probe(self) -> RecordedStep:
-        """Record the step of the counted call: one branch of one image."""
+        """Record the first step of the probe, which has one branch of one image."""
         size = {
             "height": PROBED.rows * self.token_side,
             "width": PROBED.tokens_per_row * self.token_side,
@@ -340,11 +340,11 @@ class PlanSubject:
 
     @memoize_method
     def divide_footprint(self, channels: int, ranks: float) -> Footprint:
-        """Return the numbers alive in its forward, on each of so many ranks of tensor parallelism.
+        """Return the footprint of the forward on a rank of tensor parallelism.
 
         Args:
             channels: the channels of a token between blocks.
-            ranks: the number of ranks; if shares differ, the whole over this rank's share.
+            ranks: the number of ranks; if shares differ, the whole divided by this rank's share.
         """
         footprint = self.transformer_work.footprint
         if ranks == 1:
@@ -358,15 +358,15 @@ class PlanSubject:
 
     @cached_property
     def _divisible_weights(self) -> Weights:
-        """Return its weights, with the equal parts that make up unlike shares of tensor parallelism."""
+        """Return the counts of `parameter_counts`, with the equal parts for unlike shares of tensor parallelism."""
         table = find_tensor_table(self.transformer, find_derived_cuts(self.transformer))
-        # Unequal weights, so that all parts are counted.
+        # Equal weights would give each rank one part, however many parts there are.
         cuts = TensorCuts.match_tensor_table(self.transformer, table, 0, 2, weights=(2.0, 1.0))
         return replace(self.parameter_counts, tensor_units=sum(cuts.shares))
 
     @cached_property
     def sharded_parameters(self) -> tuple[int, ...]:
-        """Return the parameters of each block divided by tensor parallelism."""
+        """Count the parameters of each block that tensor parallelism divides."""
         counts = []
         for hook in self.block_hooks.chain:
             count = 0
@@ -378,7 +378,7 @@ class PlanSubject:
 
     @memoize_method
     def count_block_parameters(self, ranks: float) -> tuple[int, ...]:
-        """Count the parameters of each block on each of so many ranks of tensor parallelism."""
+        """Count the parameters of each block on a rank. `ranks` is that of `divide_footprint`."""
         whole = self.parameter_counts.blocks
         if ranks == 1:
             return whole
@@ -393,10 +393,10 @@ class PlanSubject:
 
     @memoize_method
     def count_decode_numbers(self, frames: int = 1) -> float:
-        """Count the numbers alive at once for each latent pixel during a decode of so many latent frames."""
+        """Count the numbers alive at once for each latent pixel while `frames` latent frames are decoded."""
         if self.decoder is None:
             return 0.0
-        # A VAE of frames keeps some of them alive, so its peak depends on their number.
+        # A video VAE keeps some frames alive, so its peak depends on the number of frames.
         if self.scale.frames:
             count = partial(count_decoder_numbers, self.coder, self.decoder, self.scale.channels)
             return count_on_line(count, frames, self.scale.counted_frames)
@@ -406,7 +406,7 @@ class PlanSubject:
 
     @memoize_method
     def count_decode_work(self, frames: int = 1) -> DecodeWork:
-        """Count the work to decode so many latent frames."""
+        """Count the work to decode `frames` latent frames."""
         if self.decoder is None:
             return DecodeWork(0.0, 0)
         count = partial(count_decode_work, self.coder, self.decoder, self.scale.channels)
@@ -438,7 +438,7 @@ class PlanSubject:
 
     @property
     def memory_saving_options(self) -> tuple[tuple[str, Any], ...]:
-        """List (field of a plan, value) that lower a rank's memory at no cost in the loop."""
+        """List the pairs (field of a plan, value) that lower a rank's memory at no cost in the loop."""
         options = []
         if self.divides_decode:
             options.append(("vae", "rows"))
@@ -447,7 +447,7 @@ class PlanSubject:
         return tuple(options)
 
     def can_run_plan(self, plan: Plan) -> bool:
-        """Return whether its family can run under a plan, by the table of families (`ditile models`)."""
+        """Return whether the table of families (`ditile models`) and the number of key heads allow a plan."""
         if self._find_holes(plan):
             return False
         # Grouped queries have fewer heads of keys, which tensor parallelism must divide too.
@@ -470,11 +470,11 @@ class PlanSubject:
         return reasons
 
     def fill_arguments(self, call: CallArguments) -> CallArguments:
-        """Complete the arguments of a call by the defaults of the pipeline."""
+        """Complete the arguments of a call with the defaults of the pipeline."""
         config: Any = self.transformer.config
-        # The class of a modular pipeline does not know the inputs of its blocks.
         if self.recorder is None:
             return fill_call_defaults(list_call_parameters(self.pipeline), config, self.vae_scale, call)
+        # The object of a modular pipeline knows the inputs of its blocks, and the class does not.
         filled = fill_call_defaults(list_call_parameters(self.recorder.pipe), config, self.vae_scale, call)
         if self.makes_videos and not any(name in filled for name in FRAME_COUNTS):
             filled["num_frames"] = self.recorder.default_frames
@@ -488,7 +488,7 @@ class PlanSubject:
         """
         config: Any = self.transformer.config
         filled = self.fill_arguments(call)
-        # This comes before a call is recorded, which would only fail somewhere inside the pipeline.
+        # Checked before a call is recorded, because the recording would only fail somewhere inside the pipeline.
         check_image_size(filled, self.token_side)
         frames = call.get("num_frames")
         if frames is not None and not self.makes_videos:
@@ -498,7 +498,7 @@ class PlanSubject:
         return self._make_recorded_shape(filled, element_size)
 
     def count_weight_bytes(self, numbers: float, element_size: int, model: int = 0) -> int:
-        """Count the bytes of some weights of one of the transformers. They may be quantized."""
+        """Count the bytes of `numbers` weights, which may be quantized, in one of the transformers."""
         stored = self.stored.get(DENOISERS[model])
         if stored is None:
             return int(numbers * element_size)
@@ -506,11 +506,11 @@ class PlanSubject:
 
     @property
     def unpacks_weights(self) -> bool:
-        """Return whether calls unpack weights, and so are not recorded."""
+        """Return whether calls unpack quantized weights, and so are not recorded as CUDA graphs."""
         return any(stored.quantized for stored in self.stored.values())
 
     def join_stored_weights(self) -> StoredWeights | None:
-        """Join the stored weights of all transformers; None if none are in a file of their own."""
+        """Join the stored weights of all transformers; None if `stored` is empty."""
         if not self.stored:
             return None
         numbers = self.parameter_counts.shared + sum(self.parameter_counts.blocks)
@@ -534,7 +534,7 @@ class PlanSubject:
         return self.recorder is not None and self.recorder.takes_frames
 
     def bind_pictures(self, pictures: Sequence[Image.Image]) -> CallArguments:
-        """Return the arguments of a call with input images; none if its class is not known to take any.
+        """Return the call arguments for input images; none without images, or if the class is not known to take any.
 
         Raises:
             ModelError: if there are more images than the class takes.
@@ -547,7 +547,7 @@ class PlanSubject:
 
     def _make_recorded_shape(self, call: CallArguments, element_size: int) -> Shape:
         frames = int(call.get("num_frames") or 1) if self.makes_videos else 1
-        step = self._record(call)  # first, as an error of the next line may propose a number that the pipeline refuses
+        step = self._record(call)  # first: the next line's error may propose a number that the pipeline refuses
         latent_frames = self.scale.count_latent_frames(frames)
         heads, head_dim = self.attention_heads
         images = count_images({"prompt": "", **call})
@@ -555,7 +555,7 @@ class PlanSubject:
         rows = [recorded.rows for recorded in step.calls]
         largest = max(step.calls, key=lambda recorded: recorded.rows)
         out = self.parameter_counts.out
-        # If text is in the sequence, or a second stream is predicted, the numbers do not only belong to the image.
+        # If text is in the sequence, or a second stream is predicted, `out` counts more than the image's numbers.
         references = None
         if largest.out == largest.rows * largest.image * out and latents % out == 0:
             references = largest.image - latents // out
@@ -563,12 +563,12 @@ class PlanSubject:
         width = int(call["width"])
         if references is not None and latent_frames == 1:
             tokens = largest.image - references
-            # Some pipelines scale images to the size of their training.
+            # Some pipelines resize images to the size that the model was trained with.
             if tokens * self.token_side**2 != height * width:
                 columns = round(math.sqrt(tokens * width / height))
                 height = round(tokens / columns) * self.token_side
                 width = columns * self.token_side
-        # Calls with unlike numbers of rows count as one for each row.
+        # If calls have unlike numbers of rows, each counts as several calls of one row for each image.
         batch = images
         calls = sum(rows) // images
         call_rows = tuple(count // images for count in rows)
@@ -597,9 +597,9 @@ class PlanSubject:
         )
 
     def _find_grid(self, height: int, width: int, call: RecordedCall) -> Grid:
-        """Return the grid whose rows make up patches: frames of latents `[B, .., H, W]`, or flattened tokens."""
+        """Return the grid whose rows are divided into patches; flattened tokens are a grid of one column."""
         flat = Grid(call.image, 1)
-        # A family's anatomy may name the argument that shows the rows.
+        # A family's anatomy may name the argument that the grid is read from.
         argument = self.block_hooks.anatomy.grid
         if argument:
             grid = read_token_grid(self.transformer, call.arguments[argument])
@@ -616,7 +616,7 @@ class PlanSubject:
         return flat
 
     def collect_facts(self, shape: Shape) -> Facts:
-        """Collect the facts for checks of a call's plans."""
+        """Collect the facts that a call's plans are checked against."""
         return shape.collect_facts(type(self.transformer).__name__, len(self.block_hooks.chain))
 
     def make_plan_job(self, plan: Plan, shape: Shape) -> PlannedCall:
@@ -641,16 +641,16 @@ class PlanSubject:
                 "references out"
             )
         if plan.text == "split" and plan.world > 1:
-            # It raises where the layers of an encoder are not known.
+            # Called for its check: it raises if the layers of an encoder are not known.
             for encoder in filter(None, self.encoders):
                 find_encoder_modules(encoder)
         plan.check(self.collect_facts(shape))
         size = shape.element_size
         key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights, size)
         if key not in self._stages:
-            # Weights will be loaded as numbers of `size` bytes; here they have torch's default type.
             costs = None
             if self.family.example is not None:
+                # Weights will be loaded as numbers of `size` bytes; here they have torch's default type.
                 costs = replace(self._cost_model, itemsize=min(size, 4))
             self._stages[key] = divide_blocks(self.block_hooks, plan, costs)
         weights = self.parameter_counts
@@ -671,15 +671,14 @@ def renew_numbers(mode: SizesOnly, value: Any) -> Any:
         return value
     renewed = torch.empty_like(value)
     if not mode.is_unknown(value):
-        # The forward may branch on known numbers, such as zeros in place of an image. Their copy is no work of it.
+        # The forward may branch on known numbers, such as zeros in place of an image. This copy is not counted.
         with _disable_current_modes():
             renewed.copy_(value)
     return renewed
 
 
 def _describe_argument(value: Any) -> Any:
-    """Return a number or a word, and the sizes of images; None for anything else, since it says nothing of a call's
-    size."""
+    """Return what an argument says of a call's size: a number, a string or the sizes of images; otherwise None."""
     if isinstance(value, Image.Image):
         return value.size
     if isinstance(value, list):
