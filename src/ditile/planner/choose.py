@@ -32,20 +32,20 @@ from ditile.runner.requests.facts import count_request_steps
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 
-# Nothing here imports torch before there is something to ask: the command line imports this for every command.
+# Torch is imported only once a question is asked, because the command line imports this module for every command.
 if TYPE_CHECKING:
     from ditile.planner.answer import PlanAnswer
     from ditile.planner.search import PlanSearch
 
 DTYPES_BY_SIZE = {2: "bfloat16", 4: "float32"}
-"""Bytes of a number -> the type for which a machine's profile is."""
+"""Bytes of a number -> the type in which a machine's profile was measured."""
 
 
 def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> PlanAnswer:
     """Answer a question.
 
     Args:
-        all_devices: search only plans on every device, such as after the ranks were started.
+        all_devices: search only plans on every device, such as when the ranks are started already.
 
     Raises:
         PlanError: if no plan fits, or the plan to be priced does not.
@@ -106,7 +106,7 @@ def _prepare_search(question: PlanQuestion, *, all_devices: bool, exact: bool = 
     devices = question.devices
     if devices is None:
         devices = profile.devices if plan is None else plan.world
-        # A datasheet is that of one card, and says nothing about how many there are.
+        # A datasheet describes a card and not how many there are, so each host counts as having one.
         if plan is None and question.hardware in hardware.read_datasheets():
             devices = question.hosts
     # All hosts have the same number of ranks.
@@ -198,8 +198,8 @@ def plan_for(
         seconds: the most that a call may take.
         min_psnr: the least mean PSNR to the image of all steps, in dB, as a fitted schedule promises it.
         schedule: the file of that schedule; by default the one that comes with the model.
-        asked: `height`, `width`, `steps`, `guidance`, `num_images`, `hardware`, `devices`, `memory` and the others of
-            `ditile plan`.
+        asked: `height`, `width`, `steps`, `guidance`, `num_images`, `hardware`, `devices`, `memory` and further options
+            of `ditile plan`.
 
     Raises:
         PlanError: if the machine was not measured and none is named, no plan fits it or keeps the bounds, or a field of
@@ -234,7 +234,7 @@ def _choose_promise_of_question(
 ) -> Promise:
     """Return the promise for a question. Its plan is the priced one, or the best of a search.
 
-    If no seconds have to be predicted, there is no search, and the plan is the priced one or that of one rank.
+    With no bound on seconds and no measured machine there is no search: the plan is the priced one or that of one rank.
     """
     call = question.fill_call_arguments()
     size = {name: call[name] for name in SIZE_ARGUMENTS if call.get(name) is not None}
@@ -245,7 +245,7 @@ def _choose_promise_of_question(
     else:
         search = _prepare_search(question, all_devices=all_devices, exact=bounds.min_psnr is not None)
         num_steps = search.shape.steps
-    # With a strength a call begins later, like in the pipelines of diffusers.
+    # With a strength a call begins at a later step, as in the pipelines of diffusers.
     if strength is not None:
         num_steps = min(int(num_steps * strength), num_steps)
     schedule, path = find_schedule(question.model, num_steps, schedule_path, size)
@@ -311,7 +311,7 @@ def _make_question(
     price: str | None = None,
     wire_dtype: str | None = None,
 ) -> PlanQuestion:
-    """Make the question for a plan of a request."""
+    """Make the question that asks for a request's plan, or for the price of a given one."""
     place = env.read_torchrun_place()
     # Under torchrun the ranks are there already, and a plan must use all of them.
     devices = None if place is None else place.world
@@ -386,8 +386,8 @@ def choose_promise_of_request(
     Args:
         plan: the plan; None searches for the fastest, if this machine was measured.
         schedule_path: the file of the schedule; by default the one that comes with the model.
-        cuda_graphs: whether the steps of the image are played as recorded.
-        hosts: the number of hosts of a search.
+        cuda_graphs: whether the image's steps are played from CUDA graphs.
+        hosts: the number of hosts that a search is for.
         profile: the file of the machine; by default this one's.
 
     Raises:

@@ -25,13 +25,13 @@ from ditile.plan.option_classes import JsonObject
 from ditile.planner.profile import DecodeWork
 
 WHOLE = 5
-"""How many tensors as wide as a token stay whole under tensor parallelism: residual stream, norms, and around a sum."""
+"""The number of token-wide tensors that tensor parallelism leaves whole: residual stream, norms, and around a sum."""
 
 FRAMES = (3, 4)
-"""Latent frames with which a VAE is counted; with more frames, its numbers are on the line through both. A VAE that
-codes chunks of frames is counted with whole chunks."""
+"""Two numbers of latent frames with which a VAE is counted; counts of more frames are on the line through both. A VAE
+that codes chunks of frames is counted with whole chunks."""
 MOST_PROBED = 7
-"""The most latent frames that are decoded to see whether each further one adds as many frames."""
+"""The number of latent frames decoded to see whether each one after the fifth adds as many frames as those before."""
 MOST_CHUNK = 32
 """More frames than any chunk of a VAE has; an eighth of them is less than any chunk."""
 
@@ -44,7 +44,7 @@ COUNTED_SIDE = 16
 
 
 class LiveNumbers(NamedTuple):
-    """Numbers that are alive at one time, of one row.
+    """Numbers that are alive at one time, for one row of the batch.
 
     Attributes:
         once: those that do not depend on the lengths.
@@ -67,7 +67,7 @@ class LiveNumbers(NamedTuple):
         return LiveNumbers(*map(operator.sub, self, other))
 
     def divide_by_ranks(self, whole: int, ranks: float) -> LiveNumbers:
-        """Return the numbers on one rank. Of each kind, `whole` numbers are not divided."""
+        """Return the numbers on one of `ranks` ranks. In each kind, up to `whole` numbers are not divided."""
         counts = []
         for count in self:
             undivided = min(count, whole)
@@ -80,8 +80,8 @@ class Footprint:
     """The numbers that are alive in a forward.
 
     Attributes:
-        moments: the moments, none of which exceeds another in every kind.
-        attending: such moments among those in which attention is computed.
+        moments: the live numbers of each moment, except moments that another one exceeds in every kind.
+        attending: the same, only of moments in which attention is computed.
         kept: for each block, the numbers that are kept for a whole generation.
     """
 
@@ -104,7 +104,7 @@ class Footprint:
 
 
 class StorageTracker(TorchDispatchMode):
-    """Follows the storages that operators make within it, until they are freed.
+    """Follows the storages that operators make within its context, until they are freed.
 
     Args:
         on_create: called for each storage with its first tensor; its result is called when the storage is freed.
@@ -144,7 +144,7 @@ class FootprintTracker(StorageTracker):
     """Notes the numbers alive after each storage made within it.
 
     Args:
-        count_tensor: the numbers of a tensor, by the streams that its shape shows.
+        count_tensor: counts the numbers of a tensor, by the streams that its shape shows.
     """
 
     def __init__(self, count_tensor: Callable[[Tensor], LiveNumbers]) -> None:
@@ -179,17 +179,17 @@ class FootprintTracker(StorageTracker):
 
 
 def count_on_line(count: Callable[[int], float], frames: int, counted: tuple[int, int] = FRAMES) -> float:
-    """Count something for a number of latent frames. Above the counted ones it is on the line through both."""
+    """Count something for a number of latent frames; more than the `counted` two are on the line through both."""
     fewer, more = counted
     if frames <= more:
         return count(frames)
-    most = count(more)
-    slope = (most - count(fewer)) / (more - fewer)
-    return most + slope * (frames - more)
+    count_of_more = count(more)
+    slope = (count_of_more - count(fewer)) / (more - fewer)
+    return count_of_more + slope * (frames - more)
 
 
 def count_decoder_numbers(kind: Any, config: JsonObject, channels: str = "latent_channels", frames: int = 0) -> float:
-    """Count the most numbers alive at one time for each latent pixel decoded by a VAE.
+    """Count the numbers alive at the peak of a VAE's decode, for each latent pixel.
 
     Args:
         channels: the config's name for the channels of latents.
@@ -222,19 +222,19 @@ def count_decode_work(kind: Any, config: JsonObject, channels: str, frames: int 
         vae.decode(_make_latents(vae, channels, frames))
     exchanges = 0
     for layer in vae.decoder.modules():
-        # Rows of the neighbours are needed where a convolution is wider than one pixel, and sums in each group norm.
+        # Ranks exchange rows for each convolution wider than one pixel, and sums for each group norm.
         is_wide = isinstance(layer, (nn.Conv2d, nn.Conv3d)) and max(layer.kernel_size) > 1
         exchanges += is_wide or isinstance(layer, nn.GroupNorm)
     return DecodeWork(counter.get_total_flops() / COUNTED_SIDE**2, exchanges)
 
 
 class VaeScale(NamedTuple):
-    """The pixels and frames of a VAE for a latent pixel and a latent frame.
+    """The pixels and frames that a VAE makes of latent pixels and latent frames.
 
     Attributes:
         side: pixels along the side of a latent pixel.
-        frames: frames of each chunk of latent frames after the first chunk; 0 if latents have no frames.
-        first: frames of the first chunk.
+        frames: frames made of each chunk of latent frames after the first chunk; 0 if latents have no frames.
+        first: frames made of the first chunk.
         channels: the name of the latent channels in its config.
         chunk: latent frames of each chunk after the first one.
         first_chunk: latent frames of the first chunk.
@@ -261,7 +261,7 @@ class VaeScale(NamedTuple):
 
     @property
     def counted_frames(self) -> tuple[int, int]:
-        """Return two numbers of latent frames, on whose line the numbers of longer videos are."""
+        """Return the two numbers of latent frames whose counts give the line for longer videos."""
         if self.chunk == 1:
             return FRAMES
         return self.first_chunk + self.chunk, self.first_chunk + 2 * self.chunk
@@ -280,11 +280,11 @@ def measure_vae_scale(kind: Any, config: JsonObject) -> VaeScale:
 
         # Convolutions over frames have weights of five dimensions.
         if not any(p.ndim == 5 for p in vae.parameters()):
-            # Some VAEs of images were made from a VAE of frames, and take a single frame.
+            # Some image VAEs were made from a video VAE, and their latents have a single frame.
             if "temperal_downsample" in vae.config:
                 return VaeScale(decode(1)[-1] // SCALE_SIDE, 1, channels=channels)
             return VaeScale(decode()[-1] // SCALE_SIDE, channels=channels)
-        # Some decode two latent frames at a time, and three at the beginning, so whole runs are compared.
+        # Some decode three latent frames first, and then two at a time, so 3, 5 and 7 are compared.
         three = decode(3)
         five = decode(5)
         frames = (five[2] - three[2]) // 2
@@ -297,7 +297,7 @@ def _measure_chunks(vae: Any, channels: str, decode: Callable[[int], torch.Size]
     """Measure the scale of a VAE that codes chunks of frames, and fills up the last one.
 
     Args:
-        decode: the shape of the video of some latent frames.
+        decode: returns the shape of the video that a number of latent frames makes.
 
     Raises:
         ModelError: if its latents do not grow with the frames.
@@ -317,14 +317,14 @@ def _measure_chunks(vae: Any, channels: str, decode: Callable[[int], torch.Size]
     if chunk < 1:
         raise ModelError(f"{type(vae).__name__} codes frames in a way that is not known, so its calls are not planned")
     frames = decode(latents + chunk)[2] - video[2]
-    before = (latents - 1) // chunk
+    later_chunks = (latents - 1) // chunk
     return VaeScale(
         side=video[-1] // SCALE_SIDE,
         frames=frames,
-        first=video[2] - before * frames,
+        first=video[2] - later_chunks * frames,
         channels=channels,
         chunk=chunk,
-        first_chunk=latents - before * chunk,
+        first_chunk=latents - later_chunks * chunk,
     )
 
 

@@ -38,7 +38,7 @@ from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]
-"""The stream of a kernel's tokens. `once` is none, for work that is the same for any image."""
+"""The stream of a kernel's tokens; `once` for work that is the same for any image."""
 
 STREAMS: tuple[Stream, ...] = ("both", "image", "text")
 """The streams with tokens, the longest first."""
@@ -47,7 +47,7 @@ TEXT = 59
 """703 tokens of the image and 59 of the text: neither is a width of a model, or a multiple of the other."""
 MATMULS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
 """Operator -> the positions of its two factors among the arguments."""
-# Operators with so much computation for each number that they do not wait for reading it.
+# Operators that compute so much for each number that reading it is not what limits them.
 HEAVY: dict[str, Kind] = {"aten.native_layer_norm.default": "norm", "aten.gelu.default": "gelu"}
 # Operators that rotary embeddings use to put numbers side by side.
 JOINING = {"aten.cat.default", "aten.stack.default"}
@@ -66,8 +66,8 @@ class StreamSizes(NamedTuple):
     """The tokens of a forward that is counted.
 
     Attributes:
-        image, text: how many there are.
-        others: further lengths that grow with one of them, such as the image's before text is joined to it.
+        image, text: the number of tokens.
+        others: further lengths -> the stream that they grow with, such as the image's before text is joined to it.
         many: whether a stream may also have several rows for each token.
     """
 
@@ -145,7 +145,7 @@ class RooflineKernel(NamedTuple):
             "norm" and "gelu" with more to compute for each, "interleave" one by one (rotary embeddings).
         size: of a matmul (k, n) of its matrix; of attention (channels of all heads, of one head); of the others
             (numbers that are read and written for a token, 0).
-        keys: the tokens with keys read by attention.
+        keys: the stream whose keys attention reads.
     """
 
     kind: Kind
@@ -155,7 +155,7 @@ class RooflineKernel(NamedTuple):
 
 
 Work = Mapping[RooflineKernel, int]
-"""Counts of each kernel's runs."""
+"""Kernel -> how often it runs."""
 
 
 class WorkMix(NamedTuple):
@@ -177,7 +177,7 @@ class TransformerWork:
         every, step, once: work of every rank: in every call, once in a step, once in a generation.
         footprint: the numbers alive at once during the call.
         before: for each block, its work up to its first attention.
-        key_heads: the number of key heads over the number of query heads, in blocks.
+        key_heads: the number of key heads divided by that of query heads, in blocks.
         streams: for each block, the path of each Linear and RMSNorm -> the stream of its input.
     """
 
@@ -205,7 +205,7 @@ class TransformerWork:
 
 
 def _merge_same_work(works: Sequence[Work], times: Sequence[float]) -> list[tuple[Work, float]]:
-    """Merge equal work, and sum its times."""
+    """Merge works that are one object, and sum their times."""
     # Blocks that are built alike share one object.
     totals: dict[int, float] = {}
     work_by_id = {id(work): work for work in works}
@@ -272,7 +272,7 @@ def count_transformer_work(transformer: nn.Module, family: CallFamily, call: Cou
 
 @lru_cache
 def count_unpacking(name: str, dtype: torch.dtype) -> tuple[float, int]:
-    """Count the bytes moved for each number of a GGUF type, and the kernels for each weight, when it is unpacked."""
+    """Count what it takes to unpack a GGUF type: the bytes moved for each number, and the kernels for each weight."""
     from diffusers.quantizers.gguf.utils import GGML_QUANT_SIZES, GGUFParameter, dequantize_gguf_tensor
 
     quant_type = next(quant_type for quant_type in GGML_QUANT_SIZES if quant_type.name == name)
@@ -420,7 +420,7 @@ class _KernelRecorder(TorchDispatchMode):
         self.work[place][kernel] += 1
 
     def _count_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        """Note attention as one kernel, before torch divides it into several. Its numbers are not needed."""
+        """Note attention as one kernel, before torch divides it into several. Its output's values are not needed."""
         head_dim = query.shape[3]
         kernel = RooflineKernel(
             "attention",
@@ -429,9 +429,9 @@ class _KernelRecorder(TorchDispatchMode):
             keys=self._sizes.match_stream(key.shape[2]),
         )
         place, block = self._places[-1]
-        # The part of a block before its first attention can overlap with the exchange of keys.
         if place == "block":
             self.key_heads = max(self.key_heads, key.shape[1] / query.shape[1])
+            # A warmup group gathers keys between this part of a block and the rest.
             self.before.setdefault(block, Counter(self.work[place, block]))
         self._count_kernel(kernel)
         # The output has the shape of the queries.
@@ -457,7 +457,7 @@ def _classify_kernel(sizes: StreamSizes, name: str, args: Any, out: Any) -> Roof
     numbers = sum(tensor.numel() for tensor in tensors) / sizes.count_tokens(stream)
     kind = HEAVY.get(name, "pointwise")
     if name in JOINING:
-        # Tensors are joined number by number along a last dimension of 1, or a new one.
+        # Tensors are joined number by number along a last dimension that is new, or of size 1.
         first = args[0][0]
         dim = args[1] if len(args) > 1 else 0
         is_new = dim % (first.dim() + 1) == first.dim()

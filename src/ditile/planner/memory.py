@@ -29,9 +29,9 @@ class RankMemory(NamedTuple):
 
     Attributes:
         weights, text, vae: its parameters of the transformer, the text encoders, and the VAE.
-        keys: keys and values that are kept for the next step, and messages of which the next ones are differences.
+        keys: keys and values that are kept for the next step, and messages from which the next ones are differences.
         activations: all other tensors of a call during denoising; those in the tapes' memory are not counted twice.
-        tapes: kept by recorded calls until the pipeline is restored: memory to compute in, and messages.
+        tapes: memory that recorded calls hold until the pipeline is restored, to compute in and for messages.
         decode: the tensors of a call during decoding, when keys have been freed.
         idle: memory of the process before it loads a model.
     """
@@ -81,16 +81,16 @@ def count_host_memory(subject: PlanSubject, job: PlannedCall, host: int | None =
     """
     world = job.plan.world
     # A host may have room for more ranks than the plan has.
-    size = min(host or world, world)
+    host_size = min(host or world, world)
     kept_by_host = Counter[int]()
     read_by_host = Counter[int]()
     for rank in map(job.plan_rank, range(world)):
         element_size = rank.shape.element_size
-        kept_by_host[rank.number // size] += count_offloaded_bytes(subject, rank)
+        kept_by_host[rank.number // host_size] += count_offloaded_bytes(subject, rank)
         blocks = subject.count_block_parameters(rank.divisor)[rank.blocks.start : rank.blocks.stop]
         transformer = job.weights.shared + subject.replicated_numbers + sum(blocks)
         read = sum(subject.count_weight_bytes(transformer, element_size, model) for model in range(subject.models))
-        read_by_host[rank.number // size] += read + subject.vae * element_size + _count_text_bytes(subject, rank)
+        read_by_host[rank.number // host_size] += read + subject.vae * element_size + _count_text_bytes(subject, rank)
     most_kept = max(kept_by_host.values())
     return HostMemory(most_kept, max(most_kept, *read_by_host.values()))
 
@@ -109,7 +109,7 @@ def count_offloaded_bytes(subject: PlanSubject, rank: PlannedRank) -> int:
                 flat = cost.count_flat_bytes(sizes)
             else:
                 flat = subject.count_weight_bytes(subject.count_block_parameters(rank.divisor)[block], size, model)
-            # torch allocates pinned memory in powers of two. The next one of a power of two is itself.
+            # torch rounds pinned memory up to a power of two, and a power of two stays as it is.
             kept += 1 << max(flat - 1, 0).bit_length()
     return kept
 
@@ -147,7 +147,7 @@ def count_rank_memory(
     keys = (planned.count_kept_key_bytes() + planned.base_bytes) * subject.models
     tapes = 0
     if records and can_record_calls(job.plan, profile):
-        # Tapes and their keys hold no more than their share of memory. Other calls run as code.
+        # Tapes and their keys hold at most `SHARE_OF_MEMORY`. Calls that this leaves without a tape run as code.
         limit = int(profile.memory_bytes * SHARE_OF_MEMORY)
         tapes = min(tensors.count_tape_bytes() * subject.models, max(0, limit - keys))
         # Every step of an exact plan is played in later images, so it computes in the tapes' memory.
@@ -250,7 +250,7 @@ class _RankTensors:
         self._largest = list(map(rank.take_share, micro_by_patch.values()))
 
     def count_activation_bytes(self) -> int:
-        """Count the bytes of tensors kept by steps, or computed, sent and received ahead by the largest micro-step."""
+        """Count the bytes that steps keep, and those that the largest micro-step computes, sends and receives ahead."""
         rank = self._rank
         plan = self._job.plan
         computed = 0.0
@@ -260,8 +260,8 @@ class _RankTensors:
             # Messages are received ahead while one is read, but not in step 0.
             if rank.stage > 0 and share.micro.step > 0:
                 # The first patch has the text. If it has a reference image, the first one with latents may be larger.
-                largest = {0, self._schedule.num_references} & set(range(plan.num_patches))
-                received = (RECEIVES_AHEAD + 1) * max(self._patch_bytes[patch] for patch in largest)
+                candidates = {0, self._schedule.num_references} & set(range(plan.num_patches))
+                received = (RECEIVES_AHEAD + 1) * max(self._patch_bytes[patch] for patch in candidates)
             computed = max(computed, rank.number_bytes * numbers + received)
         kept = self._count_kept_numbers(self._whole.text)
         if rank.stage > 0:
@@ -287,18 +287,18 @@ class _RankTensors:
         schedule = self._schedule
         whole = self._whole
         shares = self._largest
-        # Before stale keys, one or two synchronous steps run as code, and so do split ones.
+        # A warmup of one or two steps before stale keys runs as code, and so do synchronous steps whose call is split.
         is_split = len(whole.micro_batches) > 1 or bool(whole.warmup_group)
         if schedule.has_stale_steps and (schedule.warmup < 3 or is_split):
             shares = [share for share in shares if schedule.reads_stale_keys(share.micro.step)]
         computed = 0.0
         for share in shares:
-            # The last synchronous step keeps its keys, so it runs as code.
+            # The last synchronous step keeps its keys, so it runs as code, and the first one is counted instead.
             if share.micro.patch is None and plan.distrifusion == 1:
                 share = whole
             computed = max(computed, self._count_computed_numbers(share))
         text = self._job.image_layout.text
-        # Values kept by steps for the next ones are computed again in a tape, because it does not know other tapes.
+        # Values that steps keep for the next ones are computed again in each tape, as it reads from no other tape.
         kept = self._count_kept_numbers(text)
         computed += kept
         if schedule.has_stale_steps and plan.distrifusion == 1:
@@ -319,8 +319,8 @@ class _RankTensors:
         return int(computed * rank.number_bytes) + results + inputs + messages
 
     def _count_kept_numbers(self, text: int) -> float:
-        """Count the numbers per row kept by the blocks for a whole generation. Without text in the sequence, cross
-        attention reads it."""
+        """Count the numbers per row kept by the blocks for a whole generation. Text that is not in the sequence is read
+        by cross attention."""
         kept = self._footprint.kept
         return sum(kept[block].count_numbers(self._image, text or self._text_tokens) for block in self._rank.blocks)
 
@@ -337,7 +337,7 @@ class _RankTensors:
         return sent
 
     def _count_computed_numbers(self, share: MicroStepShare) -> float:
-        """Count the numbers per row of the batch computed by a micro-step, at its peak."""
+        """Count the numbers alive at the peak of a micro-step's computation, per row of the batch."""
         image = share.image
         text = share.text
         group_size = self._schedule.warmup_group_size
@@ -348,11 +348,11 @@ class _RankTensors:
                 image = -(-image // group_size)
                 text = -(-text // group_size)
         exchanged = self._count_exchanged_tokens(share, image + text) * self._channels / self._rank.divisor
-        # If the sequence has no text, cross attention reads it.
+        # If the sequence has no text, cross attention reads the text.
         text = text or self._text_tokens
-        most = max(moment.count_numbers(image, text) for moment in self._footprint.moments)
+        peak = max(moment.count_numbers(image, text) for moment in self._footprint.moments)
         attending = max(moment.count_numbers(image, text) for moment in self._footprint.attending) + exchanged
-        return max(most, attending) * len(share.micro_batches[0]) / self._schedule.batch
+        return max(peak, attending) * len(share.micro_batches[0]) / self._schedule.batch
 
     def _count_exchanged_tokens(self, share: MicroStepShare, own: int) -> int:
         """Count the tokens that an exchange around attention adds to the other live tensors of a rank."""

@@ -39,7 +39,7 @@ from ditile.planner.seconds import (
 from ditile.runner.weights.prequantized import StoredWeights
 
 SEGMENTS_PER_EXCHANGE = {"ring": 2, "distrifusion": 2}
-"""Segments of a recorded call end when a message starts and when it is awaited; for other kinds both coincide."""
+"""Kind of exchange -> segments of a recorded call that it ends: one at its start, one at its wait; others end one."""
 PACKING_KERNELS = {8: 16, 4: 32, 3: 32}
 """Bits of a number -> kernels that pack a message and unpack one (`distributed.wire`)."""
 SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION}
@@ -50,13 +50,13 @@ class CachedCalls(Enum):
     """The ways to record calls of a model with a cache."""
 
     WHOLE = auto()
-    """The same as without a cache: it leaves out whole calls, or nothing."""
+    """Recorded as without a cache, because the cache leaves out whole calls, or nothing."""
     KNOWN = auto()
     """The skipped blocks are known before the call, and each decision has a tape."""
     PROBED = auto()
-    """A probe decides within a call, so stages that compute some of it run as code."""
+    """A probe decides within a call, so stages that compute a part of the probe run as code."""
     CODE = auto()
-    """Never recorded: numbers of the call decide elsewhere, or enter a forecast."""
+    """Never recorded: each block decides by its own numbers, or the host computes with them for a forecast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class CacheSkips:
 
     Attributes:
         steps: the steps that skip the blocks.
-        first, last: numbers of first and last blocks that run even in those steps: the probe and the tail.
+        first, last: how many first and last blocks run even in `steps`: the probe and the tail.
         calls: how calls are recorded.
     """
 
@@ -86,7 +86,7 @@ class CacheSkips:
         return self.calls is CachedCalls.PROBED and blocks.start < max(self.first, 1)
 
     def can_skip_block(self, block: int, blocks: int) -> bool:
-        """Return whether a block, of `blocks` in all, is skipped in those steps."""
+        """Return whether a block, one of `blocks` in the model, is skipped in `steps`."""
         return self.first <= block < blocks - self.last
 
 
@@ -121,7 +121,7 @@ class MachineWork:
 
     @memoize_method
     def fingerprint_work(self, blocks: range) -> frozenset[Any]:
-        """Return an equal key for blocks with the same work."""
+        """Return a key that is equal for blocks with the same work."""
         # Blocks that are built alike share one object, so their ids are equal.
         works = self.transformer_work
         return frozenset(Counter((id(works.blocks[block]), id(works.block_steps[block])) for block in blocks).items())
@@ -143,12 +143,12 @@ class MachineWork:
         return self._loads[key]
 
     def compute_slowdown(self, ranks: int) -> float:
-        """Compute how much slower work is if this number of a host's ranks compute."""
+        """Compute by which factor work is slower while `ranks` ranks of a host compute."""
         devices = self.profile.devices
         slowdown = max(1.0, ranks / devices)
         if devices == 1:
             return slowdown
-        # Between one device and all of them, the factor grows with each.
+        # From one device to all of them, the factor grows linearly.
         most_slowdown = self.profile.together - 1
         return slowdown * (1 + most_slowdown * (min(ranks, devices) - 1) / (devices - 1))
 
@@ -160,8 +160,8 @@ class MachineWork:
         profile = self.profile
         size = 0.0
         kernels = 0
-        # Each weight is unpacked once in a call. The products that read its numbers are counted like those of plain
-        # weights. A machine's curves are measured in these two types.
+        # Each weight is unpacked once in a call, and multiplied like a plain one. A machine's curves are measured in
+        # one of these two types.
         dtype = torch.float32 if profile.element_size == 4 else torch.bfloat16
         for name, (numbers, weights) in self.stored.formats.items():
             size_of_number, kernels_of_weight = count_unpacking(name, dtype)
@@ -181,7 +181,7 @@ class OpPricer:
 
     Args:
         skips: the work left out by a cache.
-        rank: of each stage, the rank with the place of this one is priced; the first one has the largest even share.
+        rank: the rank at this one's place is priced in each stage; with even shares, the first place has the largest.
     """
 
     def __init__(self, basis: MachineWork, job: PlannedCall, skips: CacheSkips, rank: int = 0) -> None:
@@ -196,14 +196,14 @@ class OpPricer:
         can_record = can_record_calls(job.plan, self._profile) and skips.can_be_recorded(job.plan)
         self.records = basis.records and can_record
         # Replicas and halves of guidance do the same work, so only the first of each is priced.
-        of_stage = job.ranks_of_stage
-        self._ranks = [job.plan_rank(stage * of_stage + rank % of_stage) for stage in range(job.plan.pipefusion)]
+        size = job.ranks_of_stage
+        self._ranks = [job.plan_rank(stage * size + rank % size) for stage in range(job.plan.pipefusion)]
         self._offloads = job.plan_rank(rank).offloads
         self._seen: dict[Any, float] = {}
 
     @cached_property
     def first_alike_stages(self) -> list[int]:
-        """Return for each stage the first one with the same work."""
+        """Return the first stage with the same work, for each stage."""
         first_stages: dict[Any, int] = {}
         last = self.job.plan.pipefusion - 1
         alike = []
@@ -230,13 +230,13 @@ class OpPricer:
 
     @cached_property
     def _first_alike_patches(self) -> dict[int | None, int | None]:
-        """Return for each patch the first one with the same work and messages. None is the whole image."""
+        """Return patch -> the first patch with the same work and messages. None is the whole image."""
         layout = self.job.image_layout
         first_patches: dict[tuple[Any, ...], int] = {}
         alike: dict[int | None, int | None] = {None: None}
         for patch in range(layout.num_patches):
-            # The first patch of a step has the work done once in a step. If references are left out, that is the first
-            # patch of the latents.
+            # The first patch of a step has the work done once in a step. In a step without references, that is the
+            # first patch of the latents.
             if patch <= layout.num_references:
                 alike[patch] = patch
                 continue
@@ -250,26 +250,26 @@ class OpPricer:
 
     @cached_property
     def _played_steps(self) -> frozenset[int]:
-        """Return the steps with played calls in images after the first ones. Those record the calls."""
+        """Return the steps whose calls later images play. The first images record them."""
         steps = range(self.schedule.steps) if self.records else ()
         return frozenset(step for step in steps if not self._runs_as_code(step))
 
     def _runs_as_code(self, step: int) -> bool:
-        """Return whether the calls of a step are played in no image."""
+        """Return whether the calls of a step run as code in every image."""
         schedule = self.schedule
         if schedule.reads_stale_keys(step):
             return False
-        # The first step is played where the second one is like it, which is recorded: stages learn the widths of
-        # messages in the first one.
+        # The first step is not recorded, because stages learn the widths of messages in it. It is played if the
+        # second one, which is recorded, is like it.
         is_second_alike = schedule.steps > 1 and not schedule.keeps_keys(1)
-        # A cache of blocks has nothing to reuse yet.
+        # In the first step, a cache of blocks has nothing to reuse yet.
         has_work_of_its_own = schedule.stages > 1 or self.skips.calls is not CachedCalls.WHOLE
         if step == 0 and (has_work_of_its_own or not is_second_alike):
             return True
         # The last step before stale keys are read makes the memory that they are kept in.
         if schedule.keeps_keys(step):
             return True
-        # Several calls of blocks in one of the model, or several stages in one of the blocks.
+        # Split calls run as code too: into micro-batches, or over the stages of a warmup group.
         whole = MicroStep(step, None)
         return len(schedule.split_micro_batches(whole)) > 1 or bool(schedule.select_warmup_group(whole))
 
@@ -292,7 +292,7 @@ class OpPricer:
                 load = load._replace(device=max(load.device, self._get_offload_seconds(stage)))
             return load.get_busy_seconds(self._profile)
         if op.kind is OpKind.STEP:
-            # A synchronous step has all patches in one iteration of the loop, and each has its part of that.
+            # A synchronous step denoises all patches in one iteration of the loop, so each takes a part of its seconds.
             patches = len(self.schedule.list_denoised_patches(micro))
             seconds = self.iteration_seconds
             if op.patch is not None and micro.patch is None:
@@ -365,15 +365,15 @@ class OpPricer:
         is_group = bool(share.warmup_group)
         blocks = rank.blocks
         skips = None
-        computed = 1.0
+        computed_share = 1.0
         if is_group:
             blocks = range(len(work.blocks))
         elif op.step in self.skips.steps:
             skips = self.skips
-            computed = self._get_computed_share(blocks, op.step)
+            computed_share = self._get_computed_share(blocks, op.step)
         mix = self._basis.mix_blocks(blocks, skips)
-        # Values that are constant in a generation are computed in its first step.
         of_step = [(work.step, 1.0), *mix.steps]
+        # Values that are constant in a generation are computed in its first step.
         of_generation = [(work.once, 1.0), *mix.once]
         is_first = self.schedule.is_first_of_step(share.micro)
         parts = [(work.every, 1.0), *mix.blocks]
@@ -384,21 +384,21 @@ class OpPricer:
         total = DeviceLoad(0.0, 0.0)
         for part, times in parts:
             total = total.combine_loads(self._basis.compute_load(part, tokens), times)
-        # Outside of its blocks a forward has all tokens, in the call of each patch. This is negligible in a
-        # `CallFamily`: the profiles were fitted to their published latencies without it.
+        # Outside of its blocks a forward computes all tokens in the call of each patch. This is left out for a
+        # `CallFamily`, because the profiles were fitted without it to published latencies of such families.
         end_tokens = tokens if self.job.family.example else tokens.take_all_tokens()
         first_load = self._basis.compute_load(work.first, end_tokens)
         if rank.stage == 0 or is_group:
             total = total.combine_loads(first_load)
         if rank.is_last_stage or is_group:
             total = total.combine_loads(self._basis.compute_load(work.last, end_tokens))
-        total = total.combine_loads(self._compute_unpacking_load(blocks, computed))
+        total = total.combine_loads(self._compute_unpacking_load(blocks, computed_share))
         if self.is_played(op.step, rank.stage):
             # A segment ends where activations arrive, and where they leave.
             num_segments = 1 + (rank.stage > 0) + (not rank.is_last_stage)
-            # Tapes read nothing kept by code, so each step also makes values that last a generation.
+            # Tapes read nothing that code has kept, so each played step also makes the values of a generation.
             if is_first and share.micro.patch is not None and any(part for part, _ in of_step + of_generation):
-                # Copies of what other patches' calls of the step read are a segment after the call.
+                # A segment after the call copies what the calls of the step's other patches read.
                 num_segments += 1
             if self.skips.has_probe(blocks):
                 # The host starts the second part, which computes the model's beginning again, when the first is done.
@@ -409,13 +409,13 @@ class OpPricer:
         started = sum(times for _, times in mix.blocks) * self._profile.block_s
         return total._replace(host=max(total.host, started))
 
-    def _compute_unpacking_load(self, blocks: range, computed: float) -> DeviceLoad:
-        """Compute the load to unpack a rank's weights. Only a share of its blocks is computed."""
+    def _compute_unpacking_load(self, blocks: range, computed_share: float) -> DeviceLoad:
+        """Compute the load to unpack a rank's weights, if only a share of its blocks is computed."""
         stored = self._basis.stored
         if stored is None:
             return DeviceLoad(0.0, 0.0)
         weights = self.job.weights
-        numbers = weights.shared + computed * sum(weights.blocks[block] for block in blocks)
+        numbers = weights.shared + computed_share * sum(weights.blocks[block] for block in blocks)
         load = self._basis.unpacking_load
         share = numbers / (stored.quantized + stored.plain)
         # Each rank of the tensor axis starts all kernels, on a part of each weight.
@@ -443,7 +443,7 @@ class OpPricer:
         # Each micro-batch has some rows of the batch.
         if self.schedule.mode == "pipelined":
             batch = len(share.micro_batches[micro_batch])
-        keys = self.job.image_layout
+        layout = self.job.image_layout
         attended = 1.0
         if plan.ulysses > 1:
             attended = sum(part.count_tokens() for part in share.ulysses_shards) / (image + text)
@@ -451,8 +451,8 @@ class OpPricer:
             batch=batch,
             image=image,
             text=text or self._basis.text_tokens,
-            image_keys=keys.image_tokens,
-            text_keys=keys.text or self._basis.text_tokens,
+            image_keys=layout.image_tokens,
+            text_keys=layout.text or self._basis.text_tokens,
             heads=rank.heads / self.job.shape.heads,
             split=rank.divisor,
             attended=attended or 1.0,
@@ -469,7 +469,7 @@ class OpPricer:
             n = math.prod(getattr(self.job.plan, axis) for axis in axes)
             # Blocks that a cache leaves out exchange nothing.
             share = 1.0 if kind == "prediction" else self._get_computed_share(part.rank.blocks, step)
-            # A ring exchanges with each of the others, and Ulysses there and back.
+            # A ring exchanges with each other rank in turn, and Ulysses before attention and after it.
             calls = share * exchanges * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
             size = share * sent
             sending = size / (link.bandwidth * get_bandwidth_share(link, kind, n)) + calls * link.latency_s
@@ -480,7 +480,7 @@ class OpPricer:
                 attention_work = self._basis.select_attention(part.rank.blocks)
                 attending = self._basis.compute_load(attention_work, self._make_rank_tokens(part)).device
                 sending = compute_exposed_seconds(sending, link.overlap, attending * (n - 1) / n)
-                # Where patches are, keys are gathered, and attended to in one piece.
+                # With patches, keys are gathered and attended to in one piece, so there is nothing to merge.
                 merges = calls if self.job.plan.num_patches == 1 else 0.0
                 outputs = merges * (part.image + part.text) * part.rank.heads * self.job.shape.head_dim
                 merging = compute_merging_load(self._profile, outputs * part.rank.number_bytes, merges)
@@ -545,7 +545,7 @@ class OpPricer:
         inner = math.prod(getattr(plan, name) for name in inner_axes)
         if self._profile.interlink is None or n == 1 or inner * n <= self._host:
             return self._profile.link
-        # Neighbours exchange messages: of each pipeline or ring, one rank of a host sends to another host.
+        # Only neighbours exchange messages: in each pipeline or ring, one rank of a host sends to another host.
         sharing = min(inner, self._host)
         if axis == "ulysses":
             # Each rank exchanges messages with all others, and some of them are on its own host.
@@ -557,7 +557,7 @@ class UnlikeOpPricer(OpPricer):
     """Seconds of ops if ranks differ: an op takes the time of the slowest rank of its stage.
 
     Args:
-        works: the model on the device of each rank.
+        works: the model's work on the device of each rank.
     """
 
     def __init__(self, works: Sequence[MachineWork], job: PlannedCall, skips: CacheSkips) -> None:
@@ -569,13 +569,13 @@ class UnlikeOpPricer(OpPricer):
             key = id(works[rank]), planned.token_place, planned.tensor, planned.offloads
             if key not in pricers:
                 pricers[key] = OpPricer(works[rank], job, skips, rank)
-            of_stage = self._pricers_of_stages[planned.stage]
-            if pricers[key] not in of_stage:
-                of_stage.append(pricers[key])
+            stage_pricers = self._pricers_of_stages[planned.stage]
+            if pricers[key] not in stage_pricers:
+                stage_pricers.append(pricers[key])
 
     @cached_property
     def first_alike_stages(self) -> list[int]:
-        """Return every stage: no two are alike."""
+        """Return each stage itself, because no two count as alike."""
         return list(range(len(self.job.stages)))
 
     def get_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
@@ -583,7 +583,7 @@ class UnlikeOpPricer(OpPricer):
         return max(pricer.get_op_seconds(stage, op, free=free) for pricer in self._pricers_of_stages[stage])
 
     def get_travel_seconds(self, stage: int, op: Op) -> float:
-        """Return the seconds of the longest message among a stage's ranks."""
+        """Return the seconds that the slowest message of a stage's ranks travels."""
         return max(pricer.get_travel_seconds(stage, op) for pricer in self._pricers_of_stages[stage])
 
 

@@ -27,7 +27,7 @@ MOST = 10**30
 Rate = Annotated[float, Field(ge=LEAST, le=MOST, allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
-# A profile is a file: numbers that are texts, and unknown fields, are refused.
+# Profiles are read from files, so numbers written as strings, and unknown fields, are refused.
 CONFIG = ConfigDict(strict=True, extra="forbid")
 WIDE = 2048.0
 """The width of the matrices used to price encoders and decoders."""
@@ -40,7 +40,7 @@ class DecodeWork(NamedTuple):
 
     Attributes:
         operations: operations in matrix products and convolutions, for each latent pixel.
-        exchanges: layers with an exchange of rows or sums between ranks if it is divided by rows.
+        exchanges: layers with an exchange of rows or sums between ranks if the decode is divided by rows.
     """
 
     operations: float
@@ -117,11 +117,11 @@ class Link:
         call_s: seconds of a collective besides its bytes, such as those of starting it.
         sum_s: seconds of an all-reduce besides its bytes; None if they are `call_s`.
         neighbours: share of the bandwidth while each rank sends to the next one.
-        gather: share of the bandwidth in an all-gather or a broadcast, which go round a ring; None if `neighbours`.
+        gather: share of the bandwidth in an all-gather or a broadcast, which go round a ring; None for `neighbours`.
         reduce: share of the bandwidth in an all-reduce.
         overlap: share of a message's time during which a rank can compute.
-        socket: ranks of one CPU socket; 0 if there is one socket. One link joins two sockets. Half of an all-to-all of
-            n ranks, n^2 / 4 messages, crosses it, but only one message of neighbours does.
+        socket: ranks of one CPU socket; 0 if there is one socket. One link joins two sockets. In each direction,
+            n^2 / 4 messages of an all-to-all of n ranks cross it, but only one message between neighbours.
         crossing: share of its bandwidth that the link between sockets has while an all-to-all crosses it.
     """
 
@@ -144,7 +144,7 @@ class RankDevice:
     """The device of a rank, measured while all ranks compute.
 
     Attributes:
-        speed: its speed over that of the first rank's device.
+        speed: its speed divided by that of the first rank's device.
     """
 
     name: str
@@ -177,13 +177,13 @@ class Profile:
         head: share of the rate of attention, over channels of a head.
         pointwise: bytes a second by kind ("pointwise", "norm", "gelu", "interleave"), over bytes.
         kernel_s: seconds of the host for each kernel.
-        kernel_gap_s: seconds of the device for each kernel besides its work, which small kernels are made of.
+        kernel_gap_s: seconds of the device for each kernel besides its work; small kernels take little else.
         block_s: seconds of the host for each call of a block, at least: hooks and key stores included.
         segment_s: seconds of the host for each segment of a recorded call, besides those of the message after it.
         runs_ahead: whether the host runs ahead of the device (a GPU), or is the device itself (a CPU).
         micro_s: seconds of the pipeline and its scheduler for each iteration of the loop.
         idle_bytes: memory of a process that has loaded no model yet.
-        host_bandwidth: bytes a second from the host's pinned memory to a device, each over a link of its own.
+        host_bandwidth: bytes a second from the host's pinned memory to a device, if each device has its own link.
         link: the link between ranks of a host.
         interlink: the link between hosts; None if there was one host.
         devices: ranks that compute at once on a host.
@@ -207,7 +207,7 @@ class Profile:
     block_s: Amount = 0.0
     kernel_gap_s: Amount = 0.0
     # Computed, not measured: a segment and its message make 31 calls of Python and C, and the host of an H200 took 3.3
-    # microseconds for a call in steps without recording. Of these 100 microseconds 60 are the message's.
+    # microseconds for a call in steps without recording. The message takes 60 of these 100 microseconds.
     segment_s: Amount = 4e-5
     idle_bytes: Count = 0
     host_memory_bytes: Count = 0
@@ -227,7 +227,7 @@ class Profile:
             raise ValueError(f"no pointwise curve of {', '.join(sorted(missing))}")
 
     def knows_ranks(self, count: int) -> bool:
-        """Return whether the devices of so many ranks are known. If all are alike, they are."""
+        """Return whether the devices of `count` ranks are known, as they are if all are alike."""
         return not self.by_rank or count <= len(self.by_rank)
 
     def check_rank_count(self, count: int) -> None:
@@ -245,7 +245,7 @@ class Profile:
         return any(one.is_unlike(other) for one, other in itertools.combinations(self.ranks, 2))
 
     def list_measured_ranks(self) -> list[Profile]:
-        """List a profile of each measured rank. It has these curves, scaled by the rank's speed."""
+        """List the profiles of the measured ranks, which have these curves, scaled by the speed of each rank."""
         profiles = []
         for device in self.ranks:
             slower = 1 / device.speed
@@ -309,11 +309,11 @@ class Profile:
                     values.pop(name, None)
             return TypeAdapter(cls).validate_json(json.dumps(values))
         except ValidationError as invalid:
-            row = invalid.errors(include_url=False)[0]
-            what = ".".join(map(str, row["loc"])) or "it"
-            if not isinstance(row["input"], dict):
-                what += f"={row['input']!r:.80}"
-            what += f": {row['msg']}"
+            problem = invalid.errors(include_url=False)[0]
+            what = ".".join(map(str, problem["loc"])) or "it"
+            if not isinstance(problem["input"], dict):
+                what += f"={problem['input']!r:.80}"
+            what += f": {problem['msg']}"
         except ValueError as error:
             what = str(error)
         raise ModelError(f"{where} is not a profile of a machine ({what}); make one with `ditile calibrate`")

@@ -3,7 +3,7 @@
 `ditile generate --seconds 4` computes the most steps within 4 s under the fastest plan, by the planner's seconds.
 `--min-psnr 45` computes the fewest steps with at least 45 dB promised by a fitted schedule (`ditile fit`). The PSNR of
 a schedule compares images of its calibration captions with the same images of all steps, on average. Without `--steps`
-these are of the finer run that the model's schedule was fitted to, if it was fitted to one.
+those steps are the finer run's that the model's schedule was fitted to, if it was fitted to one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ditile.runner.requests.facts import count_request_steps
 from ditile.runner.requests.options import GenerateOptions
 
 MARGIN_DB = 1.0
-"""The mean over other captions was at most about this far below that of the calibration captions."""
+"""About how far the mean over other captions was below that over the calibration captions, at most."""
 
 FIT_IMAGES = 30
 """A fit generates about as many images: some captions with all steps, and again with fewer."""
@@ -65,7 +65,7 @@ class Promise:
         seconds: the prediction for the whole call; None if this machine was not measured.
         mean_db, worst_db: PSNR to the image of all steps, over the calibration captions; None where all steps compute,
             or it was not measured.
-        schedule: the file of the schedule; None where all steps compute.
+        schedule: the file of the schedule, if there is one; not used where all steps compute.
     """
 
     plan: Plan
@@ -110,7 +110,7 @@ class Promise:
 
     @classmethod
     def from_json_dict(cls, values: JsonObject, model: str, schedule: str | None) -> Promise:
-        """Build another rank's promise for a model. That rank's host may have the package elsewhere."""
+        """Build the promise of another rank, with the schedule's path on this host, which may have it elsewhere."""
         _, path = find_schedule(model, values["steps"], schedule)
         return cls(
             plan=Plan.parse(values["plan"]),
@@ -126,7 +126,7 @@ class Promise:
 def find_schedule(
     model: str, num_steps: int, path: str | None, size: Mapping[str, int] | None = None
 ) -> tuple[Schedule | None, str | None]:
-    """Return the schedule in a file, or ditile's own for a model and a number of steps, and its file.
+    """Return the schedule in a file, or ditile's own for a call, and its file; None for both if there is none.
 
     Args:
         path: the file; None looks for one that comes with ditile.
@@ -141,7 +141,7 @@ def find_schedule(
         for shipped, schedule in read_shipped_schedules().items():
             is_same_call = (schedule.model, schedule.num_steps) == (model, num_steps)
             if is_same_call and not find_difference(schedule.identity, present):
-                # The call gets it by its file: a model of that name with other weights is then refused.
+                # The call reads its file, and refuses it for a model of that name with other weights.
                 return schedule, shipped
         return None, None
     schedule = Schedule.read(path)
@@ -157,9 +157,9 @@ def find_schedule(
 
 
 def take_reference_steps(options: GenerateOptions, num_computed: int | None, path: str | None) -> GenerateOptions:
-    """Return a request with the steps of the finer run to which the schedule of its model was fitted, if it says none.
+    """Return a request with the steps of the finer run that its model's schedule was fitted to, if it gives none.
 
-    Few calls of that schedule are closer to what the model means than the same number of a schedule of the model's own
+    With few computed steps, that schedule is closer to what the model means than one that was fitted to the model's own
     steps.
 
     Args:
@@ -199,11 +199,11 @@ def choose_promise(
     Args:
         bounds: the bounds, at least one of them.
         plans: the plans to choose from, at least one.
-        schedule, path: the schedule of the model, if there is one, and its file, if it was given.
+        schedule, path: the schedule of the model and its file, if there is one.
         predict: predicts seconds; None if this machine was not measured.
 
     Raises:
-        PlanError: if nothing keeps the bounds, with the closest candidate, or a plan loses more than its skipped steps.
+        PlanError: if nothing keeps the bounds, or they include a PSNR and a plan attends to stale keys.
     """
     for plan in plans:
         if bounds.min_psnr is not None and plan.attends_to_stale_keys:

@@ -1,8 +1,8 @@
 """Searches the plans for a model, a call and a machine, the fastest first.
 
-Degrees are divisors of the ranks; the patches of each stage are 1, 2 or 4. Plans are simulated in the order of the
-seconds their busiest stage is occupied. No plan is faster than that, so the search ends when the fastest plans so far
-are faster than the rest. `predict_skipped_steps` applies the rules of a cache to the steps before anything is measured.
+Degrees are divisors of the ranks; the patches of each stage are 1, 2 or 4. Plans are simulated in the order of a bound:
+the seconds their busiest stage is occupied. No plan is faster, so the search ends when the fastest plans so far are
+faster than the next bound. `predict_skipped_steps` applies a cache's rules to the steps before anything is measured.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SearchRequest:
 
 
 class SizedJob(NamedTuple):
-    """A call under a plan.
+    """A call under a plan, with the memory that it needs.
 
     Attributes:
         job: the call.
@@ -129,7 +129,7 @@ class SearchResult:
     Attributes:
         prices: the prices of plans that fit, the fastest first. The last one is for one device, if that fits.
         too_large: the number of examined plans that do not fit the memory. The search ends when enough plans fit.
-        legal: the number of searched plans: all that the model and the call allow.
+        legal: the number of searched plans, which are all that the model and the call allow.
     """
 
     prices: tuple[Price, ...]
@@ -252,7 +252,7 @@ class PlanSearch:
         return SearchResult(tuple(allowed), len(too_large), len(jobs_by_bound))
 
     def _price_one_device(self) -> list[Price]:
-        """Return the price of the plan for one device; none if it does not fit."""
+        """Return a list with the price of the plan for one device; empty if it does not fit."""
         for plan in (Plan(), Plan(offload="blocks")):
             sized = self._size_job(self._make_job(plan), records=False)
             if sized.lacks <= 0:
@@ -316,16 +316,16 @@ class PlanSearch:
         for rank in range(plan.world):
             if sized.rooms[rank] < 0 or plan.offloads_rank(rank):
                 ranks.append(rank)
-        named = None if len(ranks) == plan.world else tuple(ranks)
-        offloaded = replace(plan, offload="blocks", offload_ranks=named)
+        named_ranks = None if len(ranks) == plan.world else tuple(ranks)
+        offloaded = replace(plan, offload="blocks", offload_ranks=named_ranks)
         if offloaded == plan:
             return None
         return self.fit_plan_to_memory(offloaded)
 
     def fit_plan_to_memory(self, plan: Plan) -> SizedJob:
-        """Return the plan, or a variant whose calls fit a device; if none fits, the one with the least memory.
+        """Return the plan, or a variant of it that fits the memory; if none fits, the one that lacks least.
 
-        The variants divide the decode by rows, split the text encoders, or do both.
+        The variants divide the decode by rows, split the text encoders, or do both; last, they also move blocks.
         """
         unchanged = self._size_plan(plan)
         options = self.subject.memory_saving_options
@@ -351,7 +351,7 @@ class PlanSearch:
         if not self.profile.by_rank:
             return sized
         best = sized
-        # Each trial moves one block, so that more trials than blocks would move some back.
+        # Each trial moves one block, so more trials than there are blocks would move some back.
         for _ in range(sum(map(len, sized.job.stages))):
             plan = sized.job.plan
             rooms = [self._get_device_bytes()] * plan.pipefusion
@@ -379,7 +379,7 @@ class PlanSearch:
         blocks[giver] -= 1
         blocks[taker] += 1
         plan = replace(job.plan, stage_weights=None, stage_blocks=tuple(blocks))
-        # The stage weights, which gave the speeds to the decode and the text encoders too, are gone.
+        # The dropped stage weights also divided the decode and the text encoders, which now need their own.
         if job.plan.stage_weights is not None:
             plan = weigh_ends(plan, self._device_speeds)
         return self._make_job(plan)
@@ -475,8 +475,8 @@ class PlanSearch:
         rooms = {}
         for rank, peak in peaks.items():
             rooms[rank] = self._get_device_bytes(rank) - peak
-        shortest = min(rooms, key=rooms.__getitem__)
-        lacks = -rooms[shortest]
+        fullest = min(rooms, key=rooms.__getitem__)
+        lacks = -rooms[fullest]
         on_host = False
         # Offloaded weights need memory of the host. A host with unknown memory is taken to have enough.
         if lacks <= 0 and job.plan.offload != "none" and self.host_bytes:
@@ -484,8 +484,8 @@ class PlanSearch:
             on_host = host.kept > self.host_bytes
             if on_host:
                 lacks = host.kept - self.host_bytes
-        there = rooms[shortest] + peaks[shortest]
-        return SizedJob(job, max(peaks.values()), lacks, shortest, there, rooms, on_host)
+        there = rooms[fullest] + peaks[fullest]
+        return SizedJob(job, max(peaks.values()), lacks, fullest, there, rooms, on_host)
 
     def _price_job(self, sized: SizedJob) -> Price:
         return self.pricer.price_call(sized.job, self.skips, sized.memory)
@@ -543,7 +543,7 @@ class PlanSearch:
         return completed
 
     def _complete_price(self, price: Price, *, may_divide: bool = True) -> Price:
-        """Add the seconds of text and decode to the price of a short call. Rows divide the decode if that pays."""
+        """Add the seconds of text and decode to the price of a short call. The decode is divided by rows if it pays."""
         if self.shape.steps > FEW_STEPS and not self.request.whole_calls:
             return price
         subject = self.subject
@@ -588,11 +588,11 @@ class PlanSearch:
 
 
 def weigh_shares(plan: Plan, speeds: Sequence[float]) -> Plan:
-    """Return the plan with shares that let ranks of unlike speeds end together. It is unchanged where none differ.
+    """Return the plan with shares that let ranks of unlike speeds end together. Like speeds leave it unchanged.
 
     Args:
-        plan: with equal shares.
-        speeds: of each rank's device, in any unit.
+        plan: a plan with equal shares.
+        speeds: the speed of each rank's device, in any unit.
     """
     token_speeds = [0.0] * (plan.token_ranks * plan.distrifusion)
     tensor_speeds = [0.0] * plan.tensor
@@ -625,7 +625,7 @@ def weigh_ends(plan: Plan, speeds: Sequence[float]) -> Plan:
 
     Args:
         plan: made by `weigh_shares` or by the user; it is unchanged if its other weights already give these shares.
-        speeds: of each rank's device, in any unit; empty if all are alike.
+        speeds: the speed of each rank's device, in any unit; empty if all are alike.
     """
     if not speeds:
         return plan
@@ -702,7 +702,7 @@ def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
 
 
 def _iterate_products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Yield a number's factorizations into so many factors, in every order."""
+    """Yield a number's factorizations into `factors` factors, in every order."""
     if factors == 1:
         yield (number,)
         return
@@ -741,12 +741,12 @@ def predict_skipped_steps(
             threshold of 1, a static mask) need none.
 
     Raises:
-        PlanError: if the cache measures differences and no hit rate is given.
+        PlanError: if the cache measures differences and no hit rate is given, or its skips are not known before a call.
     """
     if config is None:
         return NO_SKIPS
     if isinstance(config, FittedScheduleConfig):
-        # A fitted schedule leaves out the same number of steps, but others than these.
+        # A fitted schedule leaves out as many steps as these, but different ones.
         computed = spread_steps(steps, config.count_computed(steps)).list_computed_steps()
         return CacheSkips(steps=frozenset(range(steps)) - frozenset(computed), first=0)
     if not isinstance(config, BlockCacheConfig):
@@ -772,7 +772,7 @@ def predict_skipped_steps(
         skipped = is_hit or verdict is RuleVerdict.SKIP
         rules.record_decision(step, record, skipped=skipped, difference=None)
     calls = CachedCalls.KNOWN if rules.decide_alone else CachedCalls.PROBED
-    # Each block decides for itself, or the forecast has its weights on the host.
+    # Each block decides for itself, or the host computes the weights of a forecast.
     if isinstance(config, DBPruneConfig | SpectrumConfig) or isinstance(forecast, DMDCalibratorConfig):
         calls = CachedCalls.CODE
     first = rules.config.Fn_compute_blocks

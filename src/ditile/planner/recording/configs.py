@@ -53,10 +53,10 @@ class PipelineConfigs:
     """The configs of a pipeline in a folder or hub id.
 
     Attributes:
-        pipeline: the class of the calls.
+        pipeline: the class whose calls are planned.
         kind, transformer: the class of its transformer, and its config.
         coder, vae: the class of its VAE, and its config.
-        places: component -> its folder or hub id, if that is another one.
+        places: component -> its folder or hub id, if that is not the pipeline's.
         stored: transformer -> the format of its weights, if they are in a file of its own or quantized.
     """
 
@@ -72,7 +72,7 @@ class PipelineConfigs:
 
     @classmethod
     def read_source(cls, source: ModelSource, components: ComponentFiles | None = None) -> PipelineConfigs:
-        """Read only configs.
+        """Read the configs of a pipeline, and no weights.
 
         Args:
             source: the folder or hub id.
@@ -152,7 +152,7 @@ class PipelineConfigs:
             return self.kind.from_config(self.transformer)  # type: ignore[no-any-return]
 
     def make_recorder(self, transformer: nn.Module) -> PipelineRecorder:
-        """Make a recorder for calls of a pipeline of this transformer and the other models without weights."""
+        """Make a recorder for calls of a pipeline built from this transformer and other models without weights."""
         with init_on_meta_device():
             parts = {"transformer": transformer, "vae": self.coder.from_config(self.vae)}
             if self.second is not None:
@@ -203,21 +203,21 @@ class PipelineConfigs:
 
 
 def _list_unlisted_encoders(pipeline: Any, index: JsonObject) -> dict[str, list[str]]:
-    """List the text encoders missing in a pipeline's index, by the configs in this package."""
+    """List the text encoders that a pipeline's class takes and its index lacks, as this package's configs do."""
     parameters = inspect.signature(pipeline.__init__).parameters
     encoders = {}
     for name in TEXT:
         if name in parameters and name not in index:
             annotation = parameters[name].annotation
-            # It may be a union of several classes.
+            # The annotation may be a union of several classes.
             encoders[name] = ["transformers", getattr(annotation, "__name__", str(annotation))]
     return encoders
 
 
 def _read_modular_index(source: ModelSource, index: JsonObject) -> tuple[JsonObject, dict[str, ModelSource]]:
-    """Read the index planned for in place of a modular pipeline's, and the locations of its components.
+    """Return the index to plan for in place of a modular pipeline's, and the locations of its components.
 
-    It is the ordinary pipeline with the same transformer. If diffusers has none, it is the modular pipeline itself.
+    It is that of the ordinary pipeline with the same transformer, or the modular one's if diffusers has no such class.
 
     Raises:
         ModelError: if its calls cannot be recorded either.

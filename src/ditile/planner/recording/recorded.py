@@ -165,8 +165,8 @@ class PipelineRecorder:
         latents = list[int]()
         sizes = SizesOnly()
         step = inspect.signature(self.pipe.scheduler.step)
-        own = {name: parameter.default for name, parameter in self._parameters.items()}
-        check_rotary_table(self.pipe, own | dict(call))
+        defaults = {name: parameter.default for name, parameter in self._parameters.items()}
+        check_rotary_table(self.pipe, defaults | dict(call))
 
         def end_step(*args: Any, **kwargs: Any) -> Any:
             latents.append(step.bind(*args, **kwargs).arguments["sample"].numel())
@@ -200,7 +200,7 @@ class PipelineRecorder:
         # Blocks of a modular pipeline read the names of a forward's parameters.
         @functools.wraps(forward)
         def forward_and_record(*args: Any, **kwargs: Any) -> Any:
-            # The inputs of blocks belong to one call of the transformer.
+            # Drop the inputs of blocks that an earlier call of the transformer left.
             seen.clear()
             out = forward(*args, **kwargs)
             calls.append(_describe_call(hooks, bind_arguments(model, args, kwargs), seen, out))
@@ -222,7 +222,7 @@ class PipelineRecorder:
     def make_arguments(self, call: CallArguments, make_unknown: Callable[..., Tensor]) -> CallArguments:
         """Make the arguments of a pipeline's call, with placeholders for the prompt.
 
-        It has two steps, as schedulers may refuse one.
+        The call has two steps, because schedulers may refuse one.
 
         Args:
             call: the other arguments; the words of a prompt among them are not read.
@@ -233,7 +233,7 @@ class PipelineRecorder:
             if name == "num_frames":
                 # Each class has its own name for the number of frames.
                 name = next((own for own in FRAME_COUNTS if own in self._parameters), name)
-            # The rows of embeddings say how many images there are.
+            # Numbers of images for each prompt are left out too: the rows of embeddings say how many images there are.
             if name in self._parameters and value is not None and "prompt" not in name:
                 arguments[name] = value
         rule = self._guidance
@@ -264,7 +264,7 @@ class PipelineRecorder:
         rows = int(call.get("num_images_per_prompt") or call.get("num_videos_per_prompt") or 1)
         if isinstance(shape, int):
             return shape
-        # Texts of all rows in one sequence begin and end at whole texts.
+        # The texts of all rows are one sequence, so each begins at a multiple of a text's length.
         if shape == "ends":
             return torch.arange(rows + 1, dtype=torch.int32) * self.count_text_tokens(call)
         if shape == "tags":
@@ -286,7 +286,7 @@ class PipelineRecorder:
         return make_unknown(*lengths)
 
     def _read_shape(self, shape: Sequence[str], call: CallArguments) -> list[int]:
-        """Return the lengths for names. Some names are products or sums."""
+        """Return the lengths that names stand for. Some are products or sums of names."""
         known = self._sizes | {"text": self.count_text_tokens(call)}
         lengths = []
         for terms in shape:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from ditile.distributed.recording.segments import list_tensors
 
 LARGE = 2**24
-"""An unknown tensor of more elements has no memory of its own."""
+"""An unknown tensor of more elements than this repeats one element in memory."""
 CONSTANTS = {
     getattr(torch.ops.aten, name).default
     for name in ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
@@ -66,7 +66,7 @@ class SizesOnly(TorchDispatchMode):
         if func in CONSTANTS and not kwargs.get("dtype", tensors[0].dtype).is_floating_point:
             return func(*args, **kwargs | {"device": _CPU})
         if func is torch.ops.aten.view_as_complex.default:
-            # A view needs both parts of a complex number side by side; a tensor without memory of its own repeats one.
+            # A view needs both parts of a complex number side by side, and a large unknown tensor repeats one element.
             (parts,) = tensors
             return self._mark_unknown(_make_empty(parts.shape[:-1], None, parts.dtype.to_complex()))
         if func.is_view and not any(tensor.is_meta for tensor in tensors):

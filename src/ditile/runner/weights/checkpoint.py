@@ -209,10 +209,10 @@ def _copy_own_part(
         views.append(stored[...])
     else:
         dim = cut.dim
-        whole = (slice(None),) * dim
-        views += [stored[whole + (piece,)] for piece in cut.pieces]
+        leading = (slice(None),) * dim
+        views += [stored[leading + (piece,)] for piece in cut.pieces]
     num_bytes = sum(view.nbytes for view in views)
-    # By diffusers' rule, which matches names in `keep_fp32` with parts of a path.
+    # As in diffusers, a name in `keep_fp32` stands for each path that has it as a part.
     own_dtype = dtype
     if not views[0].is_floating_point():
         own_dtype = views[0].dtype

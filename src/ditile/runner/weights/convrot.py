@@ -24,11 +24,11 @@ INT4 = "convrot_w4a4"
 INTEGER_FORMATS = (INT8, INT4)
 """ComfyUI's names for the formats."""
 GROUP_SIZES = tuple(4**power for power in range(8))
-"""The sizes of regular Hadamard matrices of this kind; files have 256, and a few 64. A single column is not rotated."""
+"""The sizes of regular Hadamard matrices of this kind. Files use 256, and a few 64; with size 1 nothing is rotated."""
 
 
 def _define_setting(default: Any, name: str) -> Any:
-    # Some converters write the settings into an object of their own, where ComfyUI looks too.
+    # Some converters write the settings into an inner object, where ComfyUI looks too.
     return Field(default, validation_alias=AliasChoices(name, AliasPath("params", name)))
 
 
@@ -41,7 +41,7 @@ class WeightSettings(BaseModel):
 
 
 class FileSettings(BaseModel):
-    """The settings of a file's weights by their modules, as its header has them."""
+    """The settings of a file's weights, by module, as the file's header lists them."""
 
     layers: dict[str, WeightSettings] = {}
 
@@ -80,17 +80,17 @@ class IntegerFormat(NamedTuple):
         return torch.stack([stored << 4 >> 4, stored >> 4], -1).flatten(-2)
 
     def unpack_rows(self, stored: Tensor, scales: Tensor) -> Tensor:
-        """Return whole rows of a weight in float32, and not rotated."""
+        """Return whole rows of a weight in float32, rotated back."""
         rows = self.unpack_integers(stored).float().mul_(scales)
         # The matrix is symmetric and orthogonal, so it is its own inverse.
         return rotate_groups(rows, self.group_size).div_(self.group_size**0.5)
 
 
 def rotate_groups(rows: Tensor, size: int) -> Tensor:
-    """Multiply each group of columns with the regular Hadamard matrix of a size; it is not divided by its norm.
+    """Multiply each group of columns with the regular Hadamard matrix of a size, which is not divided by its norm.
 
-    A factor of 4 x 4 with its rows in reverse order is a sum of all four numbers less twice the own one. These are sums
-    of single numbers, and not a product of matrices, so that a row has the same result beside any number of others.
+    The 4 x 4 factor with its rows reversed maps each number to the sum of all four less twice itself. Elementwise sums
+    are used in place of a matrix product, so that a row has the same result beside any number of others.
     """
     stride = 1
     while stride < size:
@@ -99,6 +99,6 @@ def rotate_groups(rows: Tensor, size: int) -> Tensor:
         sums = (first + second) + (third + fourth)
         rows = torch.sub(sums.unsqueeze(-2), quarters, alpha=2).flatten(-3)
         stride *= 4
-    # The rows of all factors in reverse order are those of the whole matrix in reverse order.
+    # Reversed rows of each factor give the whole matrix reversed rows, which are put back in order here.
     rotated: Tensor = rows.unflatten(-1, (-1, size)).flip(-1).flatten(-2)
     return rotated

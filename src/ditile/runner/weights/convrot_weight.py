@@ -21,7 +21,7 @@ MOST_INTEGER = 127
 LEAST_SCALE = 1e-30
 """The scale of a token of zeros."""
 LEAST_ROWS = 32
-"""The kernels of GPUs take more than 16 rows; fewer are filled up."""
+"""Fewer rows are padded to this number, because the kernels of GPUs take more than 16."""
 MULTIPLE = 8
 """The kernels of GPUs take weights whose numbers of rows and columns are multiples of this."""
 HAS_VNNI = torch.cpu._is_vnni_supported()

@@ -1,8 +1,8 @@
 """One file with the weights of a model of transformers, such as a text encoder: safetensors or GGUF.
 
 transformers' own loader makes the model, by its rules of names, types and tied weights. It gets tensors that are read
-on access, so that a rank with a part of the model reads only that part. GGUF is unpacked tensor by tensor, under
-transformers' names and with its changes for the architecture.
+on access, so that a rank with a part of the model reads only that part. GGUF is unpacked tensor by tensor; functions of
+transformers rename its tensors and undo the changes that the format makes for an architecture.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SECTIONS = {"general", "tokenizer"}
 
 @contextmanager
 def open_encoder_file(path: Path, kind: Any, config: Any) -> Iterator[dict[str, EncoderTensor]]:
-    """Open a model's state dict with tensors read from a file. They can be read while this is open.
+    """Open a file as a model's state dict, whose tensors are read from the file on access.
 
     Args:
         path: the file.
@@ -78,7 +78,7 @@ class EncoderTensor(ConvertedTensor):
 
 
 def _rename_tensors(path: Path, architecture: str, tensors: FileTensors, kind: Any, config: Any) -> FileTensors:
-    """Rename the tensors of GGUF for a model, and undo the changes of its architecture to them."""
+    """Rename a GGUF file's tensors for a model, and undo the changes that the format makes for its architecture."""
     known = set(gguf_models.GGUF_SUPPORTED_ARCHITECTURES) - _SECTIONS
     # Files of T5 without a decoder are of "t5encoder".
     model_type = architecture.removesuffix("encoder")
@@ -94,7 +94,7 @@ def _rename_tensors(path: Path, architecture: str, tensors: FileTensors, kind: A
         with torch.device("meta"):
             model = kind._from_config(config)
         num_layers = config.get_text_config().num_hidden_layers
-        # The type comes from the file: transformers would ask for Mistral's own, and files of Mistral say "llama".
+        # The type is the file's and not the config's, since files of Mistral say "llama".
         names = gguf_models.get_gguf_hf_weights_map(model, processor, model_type, num_layers)
         for stored_name, tensor in tensors.items():
             result = processor.process(tensor, stored_name, tensor_key_mapping=names, parsed_parameters={})

@@ -107,7 +107,7 @@ class GgufTensors:
     @contextmanager
     def open_mapping(self) -> Iterator[GgufTensors]:
         """Yield the same tensors, while the file is mapped."""
-        # Views of a mapping that cannot be written would make torch warn.
+        # Mapped copy-on-write, because torch warns about views of a read-only mapping.
         yield replace(self, mapped=np.memmap(self.path, mode="c"))
 
     def offset_keys(self) -> list[str]:

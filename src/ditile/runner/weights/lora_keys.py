@@ -2,8 +2,8 @@
 
 diffusers converts the names of kohya, ComfyUI and other trainers to its own, and silently drops the rest: layers
 missing in the model, components missing in the pipeline, unknown kinds of factors. Those keys are named in the log, and
-a LoRA without any other keys is refused. All ranks find the same, even with different blocks: layers of other ranks are
-looked up in the model's structure.
+a LoRA without any other keys is refused. All ranks find the same keys, even with different blocks, because layers of
+other ranks are looked up in the model's structure.
 
 diffusers finds the config of an adapter (its default alpha and rank, those of other layers, DoRA, biases) from all
 keys that it gets. A rank gives it the keys of its own blocks, so the config is found from the whole file here, by the
@@ -65,7 +65,7 @@ class LoraKeyFilter:
 
     Attributes:
         configs: component -> the config of its adapter in the whole file.
-        kept, dropped: components of which some keys are for this rank, and for other ranks.
+        kept, dropped: components with keys for this rank, and components with keys for other ranks.
 
     Args:
         pipe: the pipeline.
@@ -143,7 +143,7 @@ class LoraKeyFilter:
         count.
 
         Raises:
-            ModelError: if it does, and has another shape than the layer takes.
+            ModelError: if it does, and the layer cannot take its value.
         """
         component, _, name = key.partition(".")
         whole = self._find_whole_part(component)
@@ -283,8 +283,8 @@ class LoraKeyFilter:
         """Return the structure of a component with the blocks of all ranks; None if the pipeline does not have it."""
         if component not in self._whole_parts and component in self._parts:
             whole = unwrap_compiled(self._parts[component])
-            in_part = component in self._shares or any(map(is_placeholder, whole.modules()))
-            if in_part and isinstance(whole, ModelMixin):
+            is_divided = component in self._shares or any(map(is_placeholder, whole.modules()))
+            if is_divided and isinstance(whole, ModelMixin):
                 whole = build_meta_model(whole)
             self._whole_parts[component] = whole
         return self._whole_parts.get(component)

@@ -225,7 +225,7 @@ class PrequantizedCheckpoint:
         if not stored.files:
             return None
         library: Library = BitsAndBytesWeights.find_parts(stored.files)
-        # Each of several files has the metadata of all.
+        # Each file of a checkpoint has the metadata of all its files.
         with open_safetensors(stored.locate_stored_file(min(stored.files.values())), "pt") as opened:
             metadata = opened.metadata() or {}
         if TORCHAO_MARK in metadata:
@@ -244,7 +244,7 @@ class PrequantizedCheckpoint:
             yield _OpenedWeights(self, path, opened)
 
     def list_row_blocks(self, tensors: Mapping[str, Tensor], size: int) -> dict[str, RowBlocks]:
-        """Return the blocks for cutting weights along a tensor axis of a size. `tensors` have the model's shapes.
+        """Return the blocks for cutting weights over `size` tensor-parallel ranks. `tensors` have the model's shapes.
 
         Raises:
             PlanError: if a weight cannot be cut.
@@ -323,7 +323,7 @@ class PrequantizedCheckpoint:
             path = weight.removesuffix(".weight")
             if not isinstance(modules.get(path), linear):
                 self.refuse_weight(weight, f"is of no Linear of a {type(model).__name__}")
-            # A weight counts as lying in the file that has its packed numbers.
+            # A weight is listed under the file of its packed numbers.
             main, *others = parts.values()
             files[weight] = files.pop(main)
             for name in others:

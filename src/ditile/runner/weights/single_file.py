@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """The beginnings of the transformer's tensor names in ComfyUI's files; other names there belong to other models."""
 CONFIG = Path("transformer", "config.json")
-"""The config of the transformers in a pipeline's folder. If there are two, they are alike."""
+"""The config of a pipeline's transformer, in its folder. A second transformer has the same config."""
 MOST_MISSING = 0.04
 """The share of a model's tensors that may be missing in a file under diffusers' names; files with other names lack
 more."""
@@ -110,7 +110,7 @@ class FileTensor(Tensor):
     Attributes:
         stored_name: its name in the file; empty if an operation made it.
         stored_type: the type of its numbers in the file, as the format calls it.
-        operation: its origin.
+        operation: the operation that made it; None for a tensor of the file.
         form: how it is quantized, if it is; its last dimension then counts bytes.
         scale: the factors of its numbers, in its shape; only a tensor of a file has them.
     """
@@ -340,7 +340,7 @@ class SingleFile:
         loadable: Any = SINGLE_FILE_LOADABLE_CLASSES.get(class_name)
         if loadable is None:
             return tensors, set()
-        # The function takes the values it uses out of this.
+        # The function removes the tensors that it uses from this dict.
         remaining = dict(tensors)
         try:
             renamed: FileTensors = loadable["checkpoint_mapping_fn"](checkpoint=remaining, config=config)
@@ -392,7 +392,7 @@ class SingleFile:
                     f"{self.path}: weight {name} has the shape {list(own_shape)}, and the config says {list(shape)}"
                 )
             for stored in tensors[name].list_stored():
-                # Integers are rotated back by whole rows, so a weight may have some rows of a tensor, but no parts.
+                # Integers are rotated back by whole rows, so a weight may be some rows of a tensor, but no part of one.
                 is_part = isinstance(stored.form, IntegerFormat) and stored.shape[-1] != tensors[name].shape[-1]
                 if is_part or stored.form != tensors[name].form:
                     raise LoadError(
@@ -455,7 +455,7 @@ class ConvertedFile:
         )
 
     def list_row_blocks(self, size: int = 1) -> dict[str, RowBlocks]:
-        """Return the blocks between which a tensor axis of a size cuts quantized weights.
+        """Return the blocks for cutting quantized weights over `size` tensor-parallel ranks.
 
         Raises:
             PlanError: if it cannot cut them.
@@ -535,7 +535,7 @@ class _ConvertedTensors:
 
 @dataclass(frozen=True, slots=True)
 class ConvertedTensor:
-    """A tensor of an open file as a model has it; `stays_quantized` if its blocks of GGUF are not unpacked."""
+    """A tensor of an open file in a model's form; `stays_quantized` if its blocks of GGUF are not unpacked."""
 
     opened: OpenedTensors
     tensor: FileTensor
@@ -699,12 +699,12 @@ def _attach_formats(path: Path, tensors: FileTensors, opened: OpenedTensors, hea
 def _list_settings(
     path: Path, tensors: FileTensors, opened: OpenedTensors, header: str
 ) -> list[tuple[str, str, WeightSettings]]:
-    """List what the file says of how weights are stored: the module, where it says so, and the settings.
+    """List the settings by which weights are stored, each with its module and the place in the file.
 
-    It says so in its header, or in tensors beside the weights.
+    The place is the header, or a tensor beside the weight.
 
     Raises:
-        LoadError: if it is not JSON as ComfyUI writes it.
+        LoadError: if the settings are not JSON as ComfyUI writes it.
     """
     listed = []
     # Where the settings are, for the error below too.
@@ -777,15 +777,15 @@ def _shares_names(file: SingleFile, model: KnownModel) -> bool:
     config = model.folder / CONFIG
     values = read_json_object(config)
     names = _read_model_tensors(model_class, config, leave_one_of_each(values)).keys()
-    least = LEAST_SHARED * len(names)
+    enough = LEAST_SHARED * len(names)
     tensors = file.own_tensors
-    if len(names & tensors.keys()) < least:
+    if len(names & tensors.keys()) < enough:
         # The names may be those of the authors.
         try:
             tensors, _ = file._rename_tensors(model.transformer, values, tensors)
         except LoadError:
             return False
-    return len(names & tensors.keys()) >= least
+    return len(names & tensors.keys()) >= enough
 
 
 def _list_published(class_name: str) -> list[KnownModel]:
@@ -796,7 +796,7 @@ def _list_published(class_name: str) -> list[KnownModel]:
 def _read_model_tensors(
     model_class: Any, config: Path, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Tensor]:
-    """Return a model's weights by its config and changes to it, on the meta device."""
+    """Return the weights of a model made from a config with `changes`, on the meta device."""
     with init_on_meta_device():
         model: nn.Module = model_class.from_config({**model_class.load_config(config.parent), **changes})
     return dict(model.state_dict())
