@@ -137,7 +137,7 @@ class PlanAnswer:
         return tables
 
     def _iterate_remarks(self) -> Iterator[str]:
-        """Yield the remarks below the tables, except warnings."""
+        """Yield the remarks below the tables."""
         best = self.result.prices[0]
         if self.models > 1 and best.plan.offload == "none":
             yield f"weights are those of {self.models} transformers, which are on the device all the time"
@@ -192,13 +192,13 @@ def make_memory_table(memories: Sequence[RankMemory]) -> Table:
     parts |= {"decode": "decode", "peak": "peak_bytes"}
     for title in parts:
         table.add_column(title, justify="right", no_wrap=True)
-    ranks: dict[RankMemory, list[int]] = {}
+    ranks_by_memory: dict[RankMemory, list[int]] = {}
     for rank, memory in enumerate(memories):
-        ranks.setdefault(memory, []).append(rank)
-    for memory, alike in ranks.items():
+        ranks_by_memory.setdefault(memory, []).append(rank)
+    for memory, ranks in ranks_by_memory.items():
         cells = [f"{getattr(memory, name) / 1e9:.2f}" for name in parts.values()]
         # Each run of ranks has a line of its own: many runs on one line would be wider than a terminal.
-        table.add_row(format_ranks(alike).replace(", ", "\n"), *cells)
+        table.add_row(format_ranks(ranks).replace(", ", "\n"), *cells)
     return table
 
 

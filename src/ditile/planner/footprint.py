@@ -81,7 +81,7 @@ class Footprint:
 
     Attributes:
         moments: the live numbers of each moment, except moments that another one exceeds in every kind.
-        attending: the same, only of moments in which attention is computed.
+        attending: the same for the moments in which attention is computed.
         kept: for each block, the numbers that are kept for a whole generation.
     """
 
@@ -179,7 +179,7 @@ class FootprintTracker(StorageTracker):
 
 
 def count_on_line(count: Callable[[int], float], frames: int, counted: tuple[int, int] = FRAMES) -> float:
-    """Count something for a number of latent frames; more than the `counted` two are on the line through both."""
+    """Count something for a number of latent frames. Beyond both of `counted`, extend the line through their counts."""
     fewer, more = counted
     if frames <= more:
         return count(frames)
@@ -229,12 +229,12 @@ def count_decode_work(kind: Any, config: JsonObject, channels: str, frames: int 
 
 
 class VaeScale(NamedTuple):
-    """The pixels and frames that a VAE makes of latent pixels and latent frames.
+    """The pixels and frames that a VAE makes from latent pixels and latent frames.
 
     Attributes:
         side: pixels along the side of a latent pixel.
-        frames: frames made of each chunk of latent frames after the first chunk; 0 if latents have no frames.
-        first: frames made of the first chunk.
+        frames: frames made from each chunk of latent frames after the first chunk; 0 if latents have no frames.
+        first: frames made from the first chunk.
         channels: the name of the latent channels in its config.
         chunk: latent frames of each chunk after the first one.
         first_chunk: latent frames of the first chunk.

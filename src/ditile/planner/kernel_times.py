@@ -195,7 +195,7 @@ class TransformerWork:
     streams: tuple[Mapping[str, Stream], ...] = ()
 
     def mix_blocks(self, blocks: range, runs: Sequence[float]) -> WorkMix:
-        """Mix the work of some blocks. `runs` is the share of the calls in which each of them runs."""
+        """Mix the work of some blocks. `runs` has, for each block, the share of the calls in which it runs."""
         ones = [1.0] * len(blocks)
         return WorkMix(
             blocks=_merge_same_work([self.blocks[block] for block in blocks], runs),

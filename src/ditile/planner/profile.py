@@ -178,7 +178,7 @@ class Profile:
         pointwise: bytes a second by kind ("pointwise", "norm", "gelu", "interleave"), over bytes.
         kernel_s: seconds of the host for each kernel.
         kernel_gap_s: seconds of the device for each kernel besides its work; small kernels take little else.
-        block_s: seconds of the host for each call of a block, at least: hooks and key stores included.
+        block_s: the least seconds of the host for each call of a block, with its hooks and key stores.
         segment_s: seconds of the host for each segment of a recorded call, besides those of the message after it.
         runs_ahead: whether the host runs ahead of the device (a GPU), or is the device itself (a CPU).
         micro_s: seconds of the pipeline and its scheduler for each iteration of the loop.

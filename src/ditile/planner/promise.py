@@ -110,7 +110,7 @@ class Promise:
 
     @classmethod
     def from_json_dict(cls, values: JsonObject, model: str, schedule: str | None) -> Promise:
-        """Build the promise of another rank, with the schedule's path on this host, which may have it elsewhere."""
+        """Build the promise of another rank, with the schedule's path on this host, as paths may differ."""
         _, path = find_schedule(model, values["steps"], schedule)
         return cls(
             plan=Plan.parse(values["plan"]),
@@ -141,7 +141,7 @@ def find_schedule(
         for shipped, schedule in read_shipped_schedules().items():
             is_same_call = (schedule.model, schedule.num_steps) == (model, num_steps)
             if is_same_call and not find_difference(schedule.identity, present):
-                # The call reads its file, and refuses it for a model of that name with other weights.
+                # The call reads the schedule by this path, which refuses a model of that name with other weights.
                 return schedule, shipped
         return None, None
     schedule = Schedule.read(path)

@@ -172,15 +172,15 @@ class PlanQuestion(SourceOptions):
         return pictures
 
     def make_request(self) -> GenerateOptions:
-        """Make a request whose call is the one to plan for."""
+        """Make a request for the call that is planned."""
         names = ("model", "height", "width", "frames", "steps", "guidance", "true_cfg", "negative_prompt", "num_images")
         return GenerateOptions(prompt="a prompt", **{name: getattr(self, name) for name in names})
 
     def fill_call_arguments(self) -> CallArguments:
-        """Fill the arguments of the call to plan for with the model's defaults.
+        """Complete the arguments of the planned call with the model's defaults.
 
         Raises:
-            ModelError, LoadError: as `ditile.defaults`.
+            ModelError, LoadError: those of `ditile.defaults`.
         """
         return build_dry_run_call(self.make_request(), defaults(self.model))
 
@@ -228,13 +228,13 @@ def load_machine_profile(ask: PlanQuestion) -> Profile:
 def _read_machine_profile(ask: PlanQuestion) -> Profile:
     if ask.hardware is not None:
         return hardware.load_profile(ask.hardware, ask.interlink)
-    named = ask.profile or ask.devices_of
+    named_file = ask.profile or ask.devices_of
     path = env.find_profile_path()
-    if named is not None:
-        path = Path(named)
+    if named_file is not None:
+        path = Path(named_file)
     profile = None
     # A named file must exist. If this machine has no profile, the errors below explain how to make one.
-    if named is not None or path.exists():
+    if named_file is not None or path.exists():
         profile = Profile.from_json_file(path)
     if ask.hosts > 1 and ask.interlink is None and (profile is None or profile.interlink is None):
         raise PlanError(
@@ -246,7 +246,7 @@ def _read_machine_profile(ask: PlanQuestion) -> Profile:
             "this machine was not measured yet: run `ditile calibrate`, which takes some minutes, or name another one: "
             f"--profile FILE, or --hardware {', '.join(hardware.list_hardware())}"
         )
-    if named is None and not profile.host_memory_bytes:
+    if named_file is None and not profile.host_memory_bytes:
         # The profile was measured by a release that did not store the host's memory.
         profile = dataclasses.replace(profile, host_memory_bytes=cpus.count_memory_bytes())
     if ask.interlink is None:

@@ -25,7 +25,7 @@ class RankTokens(NamedTuple):
     """The tokens of a rank in a micro-step, for one call.
 
     Attributes:
-        batch: images that it computes together.
+        batch: rows of the batch that it computes together.
         image, text: tokens that it computes.
         image_keys, text_keys: tokens that they attend to.
         heads: share of the heads for which it computes attention.

@@ -85,7 +85,7 @@ PROBED_TEXT = 384
 SIDES = (32, 64)
 """Latent pixels along the sides of the squares used to find the pixels per token."""
 EXCHANGE_OF_STYLE = {"rowwise": "sum", "rms_norm": "norm"}
-"""Style of tensor parallelism of a module -> the exchange between its ranks."""
+"""Style of a module's tensor parallelism -> the exchange between its ranks."""
 STREAM_NAMES: Mapping[str, str] = {"image": "image", "text": "text", "both": "text+image"}
 """Stream of a counted kernel -> its name in `Weights.exchanges`."""
 COLUMNS = {name: (name,) for name in AXES} | {"pipefusion": ("pipefusion", "stale")}
@@ -107,7 +107,7 @@ class PlanSubject:
         scale: the VAE's scale of sides and frames.
         coder: the class of the VAE.
         models: the number of transformers that are called in turns, each on every rank.
-        decodes: numbers that are alive at once for each latent pixel of a decoded image, if a file says so.
+        decodes: numbers that are alive at once for each latent pixel of a decoded image, if the model's facts say so.
         stored: transformer -> the format of its weights, if they are in a file of its own or quantized.
     """
 

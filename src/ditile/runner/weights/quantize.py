@@ -72,7 +72,7 @@ QuantizeLinear = Callable[[nn.Linear], nn.Module]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationRecord:
-    """The changes made to a model by one call of `quantize`.
+    """The changes that one call of `quantize` made to a model, for one type.
 
     Attributes:
         quant_type: the type, under ditile's name.
@@ -96,7 +96,7 @@ class QuantizationRecord:
 
 
 def list_quantization_records(model: nn.Module) -> list[QuantizationRecord]:
-    """Return the records of a model, one for each call of `quantize` that changed it."""
+    """Return the records of a model, one for each type in each call of `quantize`."""
     return list(vars(unwrap_compiled(model)).get(_RECORDS, ()))
 
 
@@ -313,7 +313,7 @@ def _list_torchao_quantizers(
         # On GPUs torchao packs no int4 weights for int8 activations, so the activations are float8.
         factories.append(torchao.Float8DynamicActivationInt4WeightConfig)
     elif device.type != "cpu":
-        # Torch's kernel, only for bfloat16, then mslk's.
+        # First torch's kernel, which takes only bfloat16, then mslk's.
         config = functools.partial(torchao.Int4WeightOnlyConfig, group_size=group, set_inductor_config=False)
         for form in ("tile_packed_to_4d", "plain"):
             factories.append(functools.partial(config, int4_packing_format=form))
