@@ -116,7 +116,7 @@ class StorageTracker(TorchDispatchMode):
         self._known = dict[int, weakref.ref[Any]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The inputs of an operator were made outside of the tracker, or are followed already.
+        # Inputs of an operator that are not followed yet were made outside of the tracker, and count nothing.
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._follow_storage(leaf, lambda _: lambda: None)

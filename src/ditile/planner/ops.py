@@ -422,7 +422,7 @@ class OpPricer:
         return DeviceLoad(share * load.device / self.job.plan.tensor, share * load.host)
 
     def _get_computed_share(self, blocks: range, step: int) -> float:
-        """Return the share of some blocks that run in a step. Blocks left out exchange nothing."""
+        """Return which share of some blocks runs in a step. Blocks left out exchange nothing."""
         if step not in self.skips.steps:
             return 1.0
         return 1 - sum(map(self._is_skippable_block, blocks)) / len(blocks)
@@ -458,33 +458,33 @@ class OpPricer:
             attended=attended or 1.0,
         )
 
-    def _add_exchanges(self, part: MicroStepShare, own: DeviceLoad) -> DeviceLoad:
+    def _add_exchanges(self, share: MicroStepShare, own: DeviceLoad) -> DeviceLoad:
         """Add exchanges to the load of a call. The device waits for the bytes, the host starts each exchange."""
         total = own
-        step = part.micro.step
-        for kind, (exchanges, sent) in cost.count_call_exchanges(part).items():
+        step = share.micro.step
+        for kind, (exchanges, sent) in cost.count_call_exchanges(share).items():
             crossed = SEQUENCE if kind == "prediction" else (kind,)
             axes = [axis for axis in crossed if getattr(self.job.plan, axis) > 1]
             link = self.get_axis_link(axes[0])
             n = math.prod(getattr(self.job.plan, axis) for axis in axes)
             # Blocks that a cache leaves out exchange nothing.
-            share = 1.0 if kind == "prediction" else self._get_computed_share(part.rank.blocks, step)
+            computed_share = 1.0 if kind == "prediction" else self._get_computed_share(share.rank.blocks, step)
             # A ring exchanges with each other rank in turn, and Ulysses before attention and after it.
-            calls = share * exchanges * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
-            size = share * sent
+            calls = computed_share * exchanges * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
+            size = computed_share * sent
             sending = size / (link.bandwidth * get_bandwidth_share(link, kind, n)) + calls * link.latency_s
             if kind == "distrifusion" and self.schedule.reads_stale_keys(step):
                 sending = compute_exposed_seconds(sending, link.overlap, own.device)
             elif kind == "ring":
                 # A ring's messages travel while the others' keys are attended to.
-                attention_work = self._basis.select_attention(part.rank.blocks)
-                attending = self._basis.compute_load(attention_work, self._make_rank_tokens(part)).device
+                attention_work = self._basis.select_attention(share.rank.blocks)
+                attending = self._basis.compute_load(attention_work, self._make_rank_tokens(share)).device
                 sending = compute_exposed_seconds(sending, link.overlap, attending * (n - 1) / n)
                 # With patches, keys are gathered and attended to in one piece, so there is nothing to merge.
                 merges = calls if self.job.plan.num_patches == 1 else 0.0
-                outputs = merges * (part.image + part.text) * part.rank.heads * self.job.shape.head_dim
-                merging = compute_merging_load(self._profile, outputs * part.rank.number_bytes, merges)
-                if self.is_played(step, part.rank.stage):
+                outputs = merges * (share.image + share.text) * share.rank.heads * self.job.shape.head_dim
+                merging = compute_merging_load(self._profile, outputs * share.rank.number_bytes, merges)
+                if self.is_played(step, share.rank.stage):
                     # The host does not start the kernels of a recorded call one by one.
                     merging = merging._replace(host=0.0)
                 total = total.combine_loads(merging)
@@ -493,7 +493,7 @@ class OpPricer:
             starting = link.call_s
             if kind == "tensor" and link.sum_s is not None:
                 starting = link.sum_s
-            if self.is_played(step, part.rank.stage):
+            if self.is_played(step, share.rank.stage):
                 starting += SEGMENTS_PER_EXCHANGE.get(kind, 1) * self._profile.segment_s
             total = total.combine_loads(DeviceLoad(sending, calls * starting))
         return total

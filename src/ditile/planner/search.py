@@ -127,7 +127,7 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        prices: the prices of plans that fit, the fastest first. The last one is for one device, if that fits.
+        prices: the prices of plans that fit, the fastest first; without `all_devices` also one device's, if it fits.
         too_large: the number of examined plans that do not fit the memory. The search ends when enough plans fit.
         legal: the number of searched plans, which are all that the model and the call allow.
     """

@@ -456,7 +456,7 @@ class PlanSubject:
 
     @cached_property
     def _holes(self) -> Mapping[str, str]:
-        """Return the columns that the table of families does not hold for it, each with the reason."""
+        """Return the columns of the table of families that this family does not hold, each with the reason."""
         return find_holes(type(self.transformer), self.pipeline.__name__)
 
     def _find_holes(self, plan: Plan) -> dict[str, str]:

@@ -263,7 +263,7 @@ class PrequantizedCheckpoint:
         return row_blocks
 
     def count_stored_weights(self) -> StoredWeights:
-        """Count the quantized numbers of the transformer by the headers of all files."""
+        """Count the transformer's numbers, and the bytes of quantized ones, by the headers of all files."""
         quantized = 0
         plain = 0
         quantized_bytes = 0

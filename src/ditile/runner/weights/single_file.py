@@ -275,7 +275,7 @@ class SingleFile:
 
     @property
     def prefix(self) -> str:
-        """Return ComfyUI's prefix of the transformer's tensor names; empty if it did not write the file."""
+        """Return ComfyUI's prefix of the transformer's tensor names; empty if they have none."""
         for prefix in PREFIXES:
             if any(name.startswith(prefix) for name in self.tensors):
                 return prefix
@@ -458,7 +458,7 @@ class ConvertedFile:
         """Return the blocks for cutting quantized weights over `size` tensor-parallel ranks.
 
         Raises:
-            PlanError: if it cannot cut them.
+            PlanError: if a weight cannot be cut.
         """
         if self.file.prequantized is not None:
             return self.file.prequantized.list_row_blocks(self.tensors, size)
@@ -471,7 +471,7 @@ class ConvertedFile:
         return row_blocks
 
     def count_stored_weights(self) -> StoredWeights:
-        """Count the transformer's numbers that stay quantized."""
+        """Count the transformer's numbers, and the bytes of those that stay quantized."""
         if self.file.prequantized is not None:
             return self.file.prequantized.count_stored_weights()
         quantized = 0
