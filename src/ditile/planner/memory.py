@@ -32,7 +32,7 @@ class RankMemory(NamedTuple):
         keys: keys and values that are kept for the next step, and messages from which the next ones are differences.
         activations: all other tensors of a call during denoising; those in the tapes' memory are not counted twice.
         tapes: memory that recorded calls hold until the pipeline is restored, to compute in and for messages.
-        decode: the tensors of a call during decoding, when keys have been freed.
+        decode: the tensors of a call during decoding. Keys are freed before it, unless there are tapes.
         idle: memory of the process before it loads a model.
     """
 

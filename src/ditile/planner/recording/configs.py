@@ -203,7 +203,7 @@ class PipelineConfigs:
 
 
 def _list_unlisted_encoders(pipeline: Any, index: JsonObject) -> dict[str, list[str]]:
-    """List the text encoders that a pipeline's class takes and its index lacks, as this package's configs do."""
+    """List the text encoders that a pipeline's class takes and its index lacks, as in this package's configs."""
     parameters = inspect.signature(pipeline.__init__).parameters
     encoders = {}
     for name in TEXT:

@@ -139,7 +139,7 @@ class PipelineRecorder:
     def default_frames(self) -> int:
         """Return the frames of a call that does not say how many."""
         frames = [self._parameters[name].default for name in FRAME_COUNTS if name in self._parameters]
-        # The block that makes the latents has a default where the tree of a modular pipeline has none.
+        # In a modular pipeline, only the block that makes the latents may have a default.
         for block in iterate_blocks(self.pipe):
             frames += [argument.default for argument in block.inputs if argument.name in FRAME_COUNTS]
         return next(filter(None, frames), 1)
@@ -159,7 +159,7 @@ class PipelineRecorder:
             call: its arguments; the words of a prompt among them are not read.
 
         Raises:
-            ModelError: if the pipeline refuses it, or decides by numbers that nobody knows.
+            ModelError: if the pipeline refuses it, or decides by unknown values.
         """
         calls = list[RecordedCall]()
         latents = list[int]()
