@@ -55,7 +55,7 @@ _ROUTE_ERRORS = {
     404: ("there is no such route; /openapi.json has those there are", "not_found"),
     405: ("the route does not take this method; /openapi.json has those it takes", "method_not_allowed"),
 }
-# OpenAI's words; all other statuses are `invalid_request_error`.
+# Status -> type of the error in OpenAI's words; all other statuses are `invalid_request_error`.
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
@@ -121,7 +121,7 @@ def find_facts(http: HttpRequest, kind: Kind) -> ModelFacts:
 
 
 def convert_error(error: Exception) -> RequestError:
-    """Convert any error to its response."""
+    """Convert any error to a `RequestError`."""
     if isinstance(error, RequestError):
         return error
     message = str(error)
@@ -189,7 +189,7 @@ def rename_options(message: str) -> str:
 
 
 def check_done(job: Job) -> JobResult:
-    """Return the result of a job. Raises `RequestError` if it failed or was cancelled."""
+    """Return the result of a job. Raises `RequestError` if it has none."""
     if job.result is not None:
         return job.result
     failure = describe_failure(job)
@@ -235,7 +235,7 @@ async def await_job_end(http: HttpRequest, job: Job) -> Job:
         # nginx uses this status for a closed connection; only the access log shows it.
         raise RequestError("the client is gone", status=499, code="disconnected")
     finally:
-        # The request's own task may have been cancelled, too.
+        # Reached too if the task of the request is cancelled.
         is_gone = not end.done()
         end.cancel()
         disconnect.cancel()

@@ -21,7 +21,7 @@ from ditile.serve.options import ServeOptions
 
 # Seconds to read a body that is too large before it is refused.
 DROP_SECONDS = 10.0
-# Seconds that a body may take, and the bytes for which a large one gets a second more.
+# Seconds that a body may take, and how many bytes of a route's limit allow one second more.
 BODY_SECONDS = 30.0
 BODY_RATE = 2**18
 # Routes that accept images, as files or in JSON. No other route has large bodies.
@@ -30,7 +30,7 @@ _IMAGE_PATHS = ("/v1/images/edits", "/v1/images/variations", "/v1/videos")
 _OPEN_PATHS = re.compile(
     r"/|/health|/config|/theme\.css|/manifest\.json|/favicon\.ico|/(?:assets|static)/.*|/v1/images/[^/]+/content/\d+"
 )
-# A user before the host is refused: evil.example@localhost would name another host.
+# A user before the host is refused: a link to localhost@evil.example leads to evil.example.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?", re.IGNORECASE)
 
 

@@ -148,7 +148,7 @@ async def _stream_events(http: HttpRequest, job: Job, event_name: str) -> AsyncI
             if job.has_ended:
                 continue
             if job.num_steps:
-                # OpenAI has no event for it; clients skip comments.
+                # OpenAI has no event for a step; clients skip comments.
                 yield ServerSentEvent(comment=f"step {job.step} of {job.num_steps}")
             if job.preview is not None:
                 name = f"{event_name}.partial_image"
@@ -196,7 +196,7 @@ def _format_size(job: Job) -> str:
 
 
 def _check_uploads(body: Body, *taken: str) -> None:
-    """Check that a body has an image if images are taken, and nothing else than what is taken."""
+    """Check that a body has only uploads that are taken, and an image if anything is taken."""
     for param, uploads in (("image", body.images), ("mask", body.masks)):
         # Ignoring them would change the image.
         if uploads and param not in taken:

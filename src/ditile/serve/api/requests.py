@@ -44,7 +44,7 @@ _DEFAULTS: dict[str, tuple[str, ...]] = {
     "style": ("vivid",),
     "input_fidelity": ("low",),
 }
-# Options of `ditile generate` that fields of a request have.
+# Options of `ditile generate` that requests set by fields.
 _OPTIONS = (
     *("prompt", "negative_prompt", "seed", "steps", "guidance", "true_cfg", "strength"),
     *("num_images", "frames", "fps"),
@@ -126,7 +126,7 @@ def _build_options(
     width: int | None,
     height: int | None,
 ) -> GenerateOptions:
-    """Build the options of `ditile generate` from a request. A `RequestError` names the field that the client sent."""
+    """Build the options of `ditile generate` from a request. Raises `RequestError`, which names the client's field."""
     values: JsonObject = {}
     for option in _OPTIONS:
         name = NAMES_OF_OPTIONS.get(option, option)
@@ -230,7 +230,7 @@ def list_unknown_fields(fields: BaseModel) -> list[str]:
 def parse_size(
     fields: RequestFields, facts: ModelFacts, options: ServeOptions, images: list[Upload]
 ) -> tuple[int | None, int | None]:
-    """Return width and height of a request; None is the model's own. An edit has its image's form at the model's area.
+    """Return width and height; None is the model's own. An edit has its image's aspect ratio and the model's area.
 
     Raises `RequestError` if they are not a size, or have more pixels than the server allows.
     """
@@ -257,11 +257,11 @@ def parse_size(
         max_pixels = 4 * own_width * own_height
     # Each side is checked as well, since a side of 0 would hide a long one.
     if max(final_width * final_height, final_width, final_height) > max_pixels:
-        most = int(max_pixels**0.5)
+        max_side = int(max_pixels**0.5)
         param = "size" if _has_size(fields) else "width"
         raise RequestError(
             f"size={final_width}x{final_height} has more than the {max_pixels} pixels that this server "
-            f"generates; try size={most}x{most} or less",
+            f"generates; try size={max_side}x{max_side} or less",
             status=422,
             param=param,
         )
@@ -283,6 +283,7 @@ def choose_loras(
         loras = {lora.name: lora.scale}
     elif isinstance(lora, str):
         choice = LoraChoice.parse(lora, known)
+        # `describe` leaves out a scale of 1, so this gives the name of the LoRA as it is in `known`.
         loras = {choice._replace(scale=1.0).describe(): choice.scale}
     else:
         loras = dict(lora)
@@ -298,10 +299,7 @@ def choose_loras(
 
 
 def _choose_steps(fields: RequestFields, facts: ModelFacts, options: ServeOptions) -> int | None:
-    """Return the steps of a request; None leaves them to the model.
-
-    The server's limit replaces a larger number of the model's own.
-    """
+    """Return the steps of a request; None is the model's own number, which the limit replaces if it is larger."""
     own = facts.find_default("num_inference_steps")
     if fields.num_inference_steps is None and is_whole_number(own) and own > options.max_steps:
         return options.max_steps
@@ -339,12 +337,12 @@ def _check_limits(
             param="fps",
         )
     limits = {"steps": options.max_steps, "num_images": options.max_images, "frames": options.max_frames}
-    for option, most in limits.items():
+    for option, limit in limits.items():
         name = NAMES_OF_OPTIONS[option]
         value = values.get(option, 0)
-        if value > most:
+        if value > limit:
             raise RequestError(
-                f"{name}={value} is more than this server's {most}; try {name}={most} or less",
+                f"{name}={value} is more than this server's {limit}; try {name}={limit} or less",
                 status=422,
                 param=sent_names.get(name, name),
             )

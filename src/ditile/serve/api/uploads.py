@@ -29,7 +29,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_FIELDS = 256
 # The most names and values in a whole body of JSON.
 MAX_VALUES = 2**16
-# Bytes of a body without files, and letters of all fields besides images.
+# The most bytes of a body without files, and the most letters of all fields besides images.
 MAX_TEXT = 2**20
 MULTIPART = "multipart/form-data"
 URLENCODED = "application/x-www-form-urlencoded"
@@ -51,7 +51,7 @@ class Body:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upload:
-    """An image that was decoded, in RGB (a mask in gray), as PNG."""
+    """A decoded image, in RGB (a mask in gray), encoded again as PNG."""
 
     png: bytes
     width: int
@@ -96,7 +96,7 @@ def parse_body(content: bytes, headers: Headers) -> Body:
             values.setdefault(name, []).append(value)
         elif isinstance(value, bytes):
             raise RequestError(f"{name[:40]!r} is a file; send images as image or mask", param=name[:40])
-        # After a plain `lora`, which is a text, lora[style] stays a field of its own, and no request has such a field.
+        # After a plain `lora`, a text, lora[style] stays a field of its own, which is ignored as unknown.
         elif lora is not None and isinstance(values.setdefault("lora", {}), dict):
             values["lora"][lora[1]] = value
         else:
@@ -134,7 +134,7 @@ def parse_json_object(content: bytes) -> JsonObject:
 
 
 def take_images(values: JsonObject) -> Body:
-    """Return a body of its fields, with the images taken out: bytes, data URLs, base64, objects, or lists of these."""
+    """Build a body from its fields, and take the images out: bytes, data URLs, base64, objects, or lists of these."""
     body = Body()
     num_letters = 0
     for name, value in values.items():
@@ -182,8 +182,8 @@ async def decode_uploads(body: Body, max_pixels: int, max_images: int) -> tuple[
     Raises:
         RequestError: if one is not an image, or is too large, or the mask and the image differ in size.
     """
-    # Checked before decoding, since each image may have the allowed number of pixels.
-    # One image is taken even for a model that starts from none, and the model's facts then refuse it by name.
+    # Counted before decoding, since each image may have the allowed number of pixels. One image is taken even for a
+    # model that starts from none: the model's facts then refuse it by name.
     most = max(1, max_images)
     count = len(body.images)
     if count > most:

@@ -62,21 +62,21 @@ class PageMount(Mount):
                 self._paths.add(f"/{path.relative_to(frontend).as_posix()}")
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Return whether a request reads a file of the page."""
+        """Match only requests that read a file of the page."""
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD") or scope["path"] not in self._paths:
             return Match.NONE, {}
         return super().matches(scope)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer without the client's parameters and headers. Gradio would use them for paths and CORS permissions."""
+        """Answer without the query and with only `_HEADERS`. Gradio would use others for paths and CORS permissions."""
 
-        async def send_closed(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(_ANSWER_HEADERS)
             await send(message)
 
         headers = [(name, value) for name, value in scope["headers"] if name in _HEADERS]
-        await super().handle({**scope, "headers": headers, "query_string": b""}, receive, send_closed)
+        await super().handle({**scope, "headers": headers, "query_string": b""}, receive, send_with_headers)
 
 
 def mount_page(app: FastAPI) -> None:
@@ -105,7 +105,7 @@ def mount_page(app: FastAPI) -> None:
 
 
 def build_blocks() -> gr.Blocks:
-    """Return the form and the place of its results; each field has the name that the API knows it by."""
+    """Return the form and the place of its results. The names of the fields are those of the API."""
     blocks: gr.Blocks
     with gr.Blocks(title="ditile", analytics_enabled=False) as blocks:
         title = gr.Markdown("# ditile")
@@ -122,7 +122,7 @@ def build_blocks() -> gr.Blocks:
                     labels = {"width": "Width", "height": "Height", "num_inference_steps": "Steps", "n": "Images"}
                     labels |= {"num_frames": "Frames", "fps": "Frames a second", "guidance_scale": "Guidance"}
                     labels |= {"true_cfg_scale": "True CFG", "strength": "Strength", "seed": "Seed"}
-                    # Without a value the model's own counts.
+                    # An empty field leaves the value to the model.
                     for name, label in labels.items():
                         fields[name] = gr.Textbox(label=label, min_width=140)
                     fields["lora"] = gr.Textbox(label="LoRA", visible=False, min_width=140)
