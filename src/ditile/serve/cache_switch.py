@@ -1,4 +1,4 @@
-"""Switches the cache for each request: the server's own, or steps set by the request, as a number or by bounds."""
+"""Switches the cache for each request: the server's own, or one whose steps the request sets by number or bounds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CacheSwitch:
             raise ModelError(
                 "this server has a cache of its own; leave computed_steps, within_seconds and min_psnr out"
             )
-        # The server's cache line may name the file of a schedule, like the flag for it.
+        # The server's --cache-line may name the file of a schedule, as --schedule does.
         schedule = self._setup.cache.schedule if own_config is None else own_config.schedule
         disable_cache(self._runner)
         self.is_replaced = True
@@ -91,8 +91,8 @@ class CacheSwitch:
             for name in job.request.options.image or ():
                 with Image.open(io.BytesIO(job.inputs[name])) as image:
                     sizes.append(f"{image.width}x{image.height}")
-            shown = tuple(sizes) or None
-            options = replace(job.request.options, model=self._setup.options.model, image=shown, mask=None)
+            image_sizes = tuple(sizes) or None
+            options = replace(job.request.options, model=self._setup.options.model, image=image_sizes, mask=None)
             try:
                 promise = choose_promise_of_request(
                     job.request.bounds,

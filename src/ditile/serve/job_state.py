@@ -1,4 +1,4 @@
-"""The service's state of one job and of one batch: position, watchers, and outcome."""
+"""The service's state of one job, with its batch, watchers and outcome, and of one batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class JobState:
         job: the job as it is now, without a preview.
         timer: the timer of its timeout; None for a job that had ended before this server started.
         batch: its batch; None while it waits.
-        outcome: the outcome once its ranks have stopped; None while nothing has ended it.
+        outcome: the outcome that it gets when its ranks have stopped; None while nothing has ended it.
         is_ending: whether its end is being written to disk.
         is_settled: whether there will be no more news of it.
     """

@@ -50,7 +50,7 @@ class RanksFailedError(NotReadyError):
 
 
 class JobNotFoundError(DitileError):
-    """No such job or file, or it has another owner."""
+    """There is no such job or file, or it has another owner."""
 
 
 class QueueFullError(DitileError):
@@ -63,14 +63,14 @@ class QueueFullError(DitileError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What to generate; it has been checked.
+    """What to generate, already checked.
 
     Attributes:
         options: as in `ditile generate`; `seed` is set, and `image` and `mask` are names of input files, not paths.
         output_format: the format of the files.
         output_compression: the quality of jpeg and webp, 0 to 100; 100 is the best.
         num_previews: how many previews the client wants while the image is generated.
-        loras: names of LoRAs, as `ServeOptions.list_lora_names` has them -> their scales.
+        loras: the name of a LoRA, one of `ServeOptions.list_lora_names` -> its scale.
         computed_steps: the number of steps that call the model; the others are forecast. None leaves it to the server.
         bounds: bounds for choosing the computed steps instead.
         timeout: seconds after its arrival at which the job is ended; None for the server's own limit.
@@ -109,7 +109,7 @@ class Failure:
 
     Attributes:
         code: "refused" (the request does not fit the model or the plan), "rank_failed", "ranks_failed" (in each
-            start), "out_of_memory", "timeout", "restarted" (the server was) or "internal".
+            start), "out_of_memory", "timeout", "restarted" (the server ended first) or "internal".
         message: one line for the client, with a suggestion.
     """
 
@@ -128,8 +128,8 @@ class JobResult:
         seconds: the times of the call: total, text, denoise, decode.
         num_steps: how many steps ran.
         frames, fps: the number of frames of a video and their rate; 0 for an image.
-        facts: facts for the page and /v1/plan, as JSON types: reports of the ranks, steps a cache skipped, batch size.
-        warnings: what the ranks did not take over from the request.
+        facts: JSON types for /metrics and /v1/plan: reports of the ranks, steps a cache skipped, batch size, promise.
+        warnings: what the ranks left out of the request, such as the end of a long prompt.
     """
 
     files: list[str]
@@ -158,7 +158,7 @@ class Job:
         progress: percent of the steps, 0 to 100; 100 only when it is done.
         created, started, ended, expires: seconds since 1970; None if it has not happened.
         attempts: how often ranks have started on it.
-        step, num_steps: in news of a running job, the number of steps done, and of all steps.
+        step, num_steps: in news of a running job, the steps done so far, and the steps in all.
         preview: in news, a PNG of the running latents, if there is a new one.
         preview_index: the number of the preview, from 0.
     """
@@ -188,6 +188,6 @@ class Job:
 
     @property
     def warnings(self) -> list[str]:
-        """Return what was not taken over from the request, as far as it is known by now."""
+        """Return the warnings about the request; those of the ranks come with the result."""
         found: list[str] = [] if self.result is None else self.result.warnings
         return [*self.request.client["warnings"], *found]

@@ -1,9 +1,8 @@
 """Previews of running latents: a linear map from latents to colours, fitted by least squares to the last images.
 
-The colours of an image are nearly a linear function of its latents, pixel of the latents by pixel, so the map of a VAE
-needs neither an encoder nor a call of the decoder. Running latents are mostly noise; the image that the model expects
-is where the line through two successive latents ends: a step goes from `a0 * clean + s0 * noise` to
-`a1 * clean + s1 * noise`.
+The colours below a latent pixel are nearly a linear function of its channels, so a preview needs no call of the VAE.
+Running latents are mostly noise. A step goes from `a0 * clean + s0 * noise` to `a1 * clean + s1 * noise`, so two
+successive latents give `clean`, the image that the model expects.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from ditile.plan.errors import ModelError
 CUTOFF = 1e-2
 # The map is fitted to this many of the newest latent pixels.
 MAX_ROWS = 2**16
-# They add noise in each step, which nothing in their configs says.
+# These schedulers add noise in each step, though nothing in their configs says so.
 NOISY_SCHEDULERS = frozenset({"FlowMatchLCMScheduler", "SASolverScheduler"})
 
 
 class PreviewDecoder:
     """The linear map of one VAE, fitted to the images so far.
 
-    Latents are of one image: `[1, C, h, w]`, `[1, C, F, h, w]` and `[1, F, C, h, w]` of a video, or packed
-    `[1, N, C]`, each token of which has 2x2 colours.
+    Latents are of one image `[1, C, h, w]`, of one video `[1, C, F, h, w]` or `[1, F, C, h, w]`, or packed `[1, N, C]`,
+    where each token has 2x2 colours.
 
     Args:
         channels: the channels of the VAE's latents, only to tell `[1, C, F, h, w]` from `[1, F, C, h, w]`.
@@ -92,7 +91,7 @@ class PreviewDecoder:
         return picture.resize(size, Image.Resampling.BICUBIC)
 
     def _arrange_grids(self, latents: Tensor, size: tuple[int, int]) -> tuple[list[Tensor], int]:
-        """Return the latents of each frame as `[h, w, C]`, and the colours of a latent pixel in each direction."""
+        """Return the latents of each frame as `[h, w, C]`, and how many colours a latent pixel has per direction."""
         if latents.ndim not in (3, 4, 5) or latents.shape[0] != 1:
             raise ModelError(f"latents {list(latents.shape)} are not of one image; give one row of a batch")
         latents = latents[0].detach().double().cpu()
@@ -119,8 +118,8 @@ class CallPreviews:
         runner(..., watch=StepWatch(on_latents=previews.take_latents, latents_at=previews.latents_at))
 
     Args:
-        steps: the steps, counted from 0, with a preview after them. The last step is among them, as `fit` needs its
-            latents.
+        steps: the steps, counted from 0, after which a preview is made. The last step is among them, as `fit` needs
+            its latents.
         size: (width, height) of the images in pixels.
         on_preview: called with (step, a preview of the first image) if the decoder was fitted before.
 
@@ -193,13 +192,13 @@ def estimate_clean_latents(scheduler: Any, step: int, before: Tensor, after: Ten
     if len(sigmas) < 2:
         return after
     # In flow matching latents are `(1 - sigma) * clean + sigma * noise`; other schedulers know their own scales.
-    scales, noises = 1 - sigmas, sigmas
+    image_scales, noise_scales = 1 - sigmas, sigmas
     if hasattr(scheduler, "_sigma_to_alpha_sigma_t"):
-        scales, noises = scheduler._sigma_to_alpha_sigma_t(sigmas)
-    divisor = float(noises[1] * scales[0] - noises[0] * scales[1])
+        image_scales, noise_scales = scheduler._sigma_to_alpha_sigma_t(sigmas)
+    divisor = float(noise_scales[1] * image_scales[0] - noise_scales[0] * image_scales[1])
     if divisor == 0:
         return after
-    return (before.double() * float(noises[1]) - after.double() * float(noises[0])) / divisor
+    return (before.double() * float(noise_scales[1]) - after.double() * float(noise_scales[0])) / divisor
 
 
 def _append_ones(grid: Tensor) -> Tensor:

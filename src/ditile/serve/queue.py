@@ -95,7 +95,7 @@ class JobQueue:
         self._num_finished += num_jobs
 
     def _find_companions(self, first: Job, room: int) -> Iterator[Job]:
-        """Yield jobs for the batch of the first one. Owners take turns here too."""
+        """Yield jobs that join the batch of `first`. Owners take turns here too."""
         shape = describe_shape(first)
         if shape is None:
             return
@@ -115,7 +115,7 @@ class JobQueue:
 
 
 def describe_shape(job: Job) -> str | None:
-    """Describe the options that a batch has in common; None for a job without companions."""
+    """Describe the options that a batch has in common; None for a job that gets a batch of its own."""
     request = job.request
     # Conditions and previews belong to one job's call, and a bound on seconds holds for one job.
     if request.options.image is not None or request.num_previews or request.bounds.seconds is not None:

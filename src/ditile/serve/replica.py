@@ -33,7 +33,7 @@ from ditile.serve.link import Batch, Message, SocketLink, WorkerSetup
 LOG = logging.getLogger("ditile")
 # The states of a replica, under the names that /health reports.
 ReplicaState = Literal["asleep", "starting", "ready", "drawing", "down", "failed"]
-# A replica has failed after this many starts in a row with the same failure.
+# A replica has failed after this many starts with the same failure since its ranks were last ready.
 FAILED_STARTS = 3
 # The cause of a failure if the server could not start the processes of ranks.
 NOT_STARTED = "not started"
@@ -60,7 +60,7 @@ class ReplicaEvent:
             ranks have failed), or "asleep" (they have ended because there was nothing to do).
         batch_id: None for "ready", and for "down" if no batch was lost.
         job_id: the job of a "preview", "done" or "failed"; otherwise empty.
-        step, num_steps: in a "step", its number from 1 and that of all steps; in a "preview", its number from 0.
+        step, num_steps: in a "step", its number from 1 and the number of all steps; in a "preview", its number from 0.
         files: in a "done", the files by name; in a "preview", a PNG named "preview".
         result: only in a "done".
         failure: only in a "failed" or "down".
@@ -179,7 +179,7 @@ class Replica(ABC):
     def _keep_ranks_alive(
         self, has_ended: asyncio.Event, leaves: threading.Event, earlier: threading.Thread | None
     ) -> None:
-        """Start the ranks whenever they have failed, unless `leaves` is set, the server ends or the replica failed."""
+        """Start the ranks, and start them again when they fail, until they are to end or new starts cannot help."""
         delay = 0.0
         failed_starts = Counter[str]()
         has_been_ready = False
@@ -204,8 +204,8 @@ class Replica(ABC):
                 has_failed = max(failed_starts.values(), default=0) >= FAILED_STARTS
                 if not self._is_ending.is_set():
                     self._post(self._note_down, error, has_failed)
-                # A resource missing at three starts will stay missing. Ranks that were ready may get it back, such as
-                # GPU memory, and so may the server its threads.
+                # What three starts lacked will stay missing. But what ranks had when they were ready may come back,
+                # such as GPU memory, and so may the threads of the server.
                 if has_failed and not has_been_ready and name_cause(error) != NOT_STARTED:
                     return
                 self._is_ending.wait(delay)
@@ -264,7 +264,7 @@ class Replica(ABC):
     def _note_ended(self, batch_id: str) -> None:
         if self._next_stop is not None:
             self._next_stop.cancel()
-        # Ranks that are down do not become ready when their batch is stopped.
+        # Ranks that went down meanwhile are not ready.
         if self.state == "drawing":
             self.state = "ready"
         self._batch_id = None
@@ -349,7 +349,7 @@ def launch_linked_ranks(
     """Run ranks that have a link to this process, until they end.
 
     Args:
-        receive: called in a thread with the links, until they end.
+        receive: called in a thread with the links; it must return once the ranks close their ends.
         check: as in `launch`.
 
     Raises:

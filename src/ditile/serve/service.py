@@ -1,7 +1,7 @@
 """The service: it accepts requests as jobs, gives them to replicas in batches, and ends each of them.
 
-All of it runs in one event loop; the store works in a thread of its own, in the order in which it is called, so that
-the loop never waits for a disk. Replicas report by events. The end of a job is published when it is on disk.
+All of it runs in one event loop, except the store: one thread runs the calls of the store in their order, so that the
+loop never waits for a disk. Replicas report by events. The end of a job is published when it is on disk.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Service:
     async def start(self) -> tuple[int, int]:
         """Open the store, queue the videos that an earlier server left, and start the ranks.
 
-        Return how many results it left, and how many videos. Raises `StateError` if the state folder cannot be used.
+        Return how many ended jobs and waiting videos it left. Raises `StateError` if the state folder cannot be used.
         """
         self._loop = asyncio.get_running_loop()
         folder = self.options.find_state_folder()
@@ -115,12 +115,12 @@ class Service:
         Raises:
             DitileError: if the model, the plan or an option does not fit, so that another start would not help.
             RanksFailedError: if all starts of the ranks failed in the same way.
-            NotReadyError: if the server ended before.
+            NotReadyError: if the server ended first.
         """
         await self._has_started.wait()
         if self._refusal is not None:
             raise self._refusal
-        # The ranks may have failed, or the server may have ended before they were ready.
+        # These raise if the ranks have failed, or the server has ended before they were ready.
         self._check_not_failed()
         _ = self.facts
 
@@ -172,7 +172,7 @@ class Service:
     def find_job(self, job_id: str, owner: str | None) -> Job:
         """Return a job in its current state.
 
-        Raises `JobNotFoundError` if there is none of this owner; None is any owner.
+        Raises `JobNotFoundError` if the owner has no such job; None stands for any owner.
         """
         return self._find_state(job_id, owner).job
 
@@ -182,7 +182,7 @@ class Service:
         """Return jobs of an owner in the order of arrival.
 
         Args:
-            after: the id of the job before the first one returned; `JobNotFoundError` is raised if there is none.
+            after: the id of the job before the first one returned; `JobNotFoundError` is raised if it is not listed.
             limit: the most jobs to return.
         """
         jobs = []
@@ -200,16 +200,16 @@ class Service:
         return jobs[first : first + limit]
 
     def watch(self, job_id: str) -> AsyncIterator[Job]:
-        """Yield the job as it is, and after each change, until it or the server ends. A slow watcher misses some.
+        """Return the states of a job: now and after each change, until the job or the server ends.
 
-        Raises `JobNotFoundError` if there is no such job.
+        A slow reader misses some changes. Raises `JobNotFoundError` if there is no such job.
         """
         return self._find_state(job_id, None).watch()
 
     async def cancel(self, job_id: str, owner: str) -> Job:
         """End a job, and return it. A waiting job ends at once, a running one within two steps on every rank.
 
-        Raises `JobNotFoundError` if there is none of this owner.
+        Raises `JobNotFoundError` if the owner has no such job.
         """
         state = self._find_state(job_id, owner)
         self._cancel_job(state, JobOutcome(state="cancelled"))
@@ -222,7 +222,7 @@ class Service:
         """Remove a job and its files, after cancelling it if it had not ended.
 
         Raises:
-            JobNotFoundError: if there is none of this owner.
+            JobNotFoundError: if the owner has no such job.
             NotReadyError: if the server is ending, or cannot write.
         """
         await self.cancel(job_id, owner)
@@ -287,7 +287,7 @@ class Service:
         return {**known, **self.plan_facts, "last": self._last_result}
 
     async def drain(self, seconds: float) -> None:
-        """End the service. It accepts no more jobs, gives running ones some time, and ends the ranks.
+        """End the service. It accepts no more jobs, gives running ones `seconds`, and ends the ranks.
 
         Videos that wait or are stopped are left to the next server; images fail. A second call shortens the time.
         """
@@ -397,14 +397,14 @@ class Service:
             batch_jobs.append(BatchJob(job.id, job.request, inputs.get(job.id, {})))
             self.metrics.note_seconds("wait", job.created, job.started)
             state.publish(job)
-        # Tasks begin in order, and the store keeps that order: nothing else of these jobs is written before this.
+        # Tasks begin in the order in which they were made, so the store writes this before any later state of the jobs.
         self._spawn_task(self._save_jobs(jobs))
         batch.replica.generate(Batch(batch.id, batch_jobs))
         self._update_job_counts()
 
     def _release_batch(self, batch: RunningBatch) -> None:
         """Free the replica of a batch for the next one."""
-        # It was given up already if its inputs were read for longer than the ending server waits.
+        # The batch is gone already if reading its inputs took longer than an ending server waits.
         self._batches.pop(batch.replica.name, None)
         self._batch_released.set()
         self._dispatch_batches()
@@ -438,7 +438,7 @@ class Service:
         elif event.kind == "ended":
             if batch.begun is not None:
                 seconds = time.monotonic() - batch.begun
-                # The replicas share the jobs that wait.
+                # All replicas take jobs from one queue, so a job keeps others waiting for only a part of this time.
                 self._queue.note_seconds(seconds / len(self._replicas), batch.num_jobs)
             failure = Failure(
                 code="internal", message="the ranks finished the batch without a result for this job; send it again"
@@ -481,7 +481,7 @@ class Service:
         name = event.replica.name
         self._failures[name] = event.failure
         self.metrics.count("group_failures", name)
-        # At the first start this says that the model, the plan or an option does not fit. Other errors may be passing.
+        # A `RankError` may pass. Before a replica was ready, any other says that the model or an option does not fit.
         if self._facts is None and not isinstance(event.error, RankError):
             self._refusal = event.error
             self._has_started.set()
@@ -563,7 +563,7 @@ class Service:
         # No step is under way any more.
         state.publish(dataclasses.replace(job, step=0, num_steps=0))
         if job.has_ended:
-            # What ended without a replica counts as the first one's.
+            # A job that ended without a replica is counted for the first one.
             name = "0" if state.batch is None else state.batch.replica.name
             self.metrics.note_ended_job(job, name)
         self._update_job_counts()
@@ -655,7 +655,7 @@ class Service:
         self._has_started.set()
 
     def _list_open_states(self) -> list[JobState]:
-        """Return the jobs whose end is not on disk."""
+        """Return the states of jobs that may still change."""
         return [state for state in self._states.values() if not state.is_settled]
 
     def _count_jobs(self) -> tuple[int, int]:

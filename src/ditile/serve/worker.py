@@ -61,7 +61,7 @@ from ditile.serve.options import FOR_SECOND
 from ditile.serve.previews import CallPreviews, PreviewDecoder
 
 LOG = logging.getLogger("ditile")
-# The most calls of the warm-up. Work done once per image is first met, then recorded, and then replayed.
+# The warm-up makes at most this many calls. Work done once per image is first met, then recorded, and then replayed.
 MAX_WARM_CALLS = 3
 # The warm-up job has the empty id.
 WARM_UP = ""
@@ -127,7 +127,7 @@ class RankWorker:
             if len(jobs) == 1:
                 self._refuse_job(jobs[0], error)
                 return
-            # Run singly, only the job at fault is refused.
+            # Each job is run alone, so that only the job at fault is refused.
             for job in jobs:
                 self._generate_batch([job])
 
@@ -140,7 +140,7 @@ class RankWorker:
             LOG.error("job %s: %s", job.id, error)
             code = "internal"
             message = "the ranks could not do this; the server's log says why"
-        # A cache calls these its steps, but that name belongs to another field.
+        # A cache calls this value `steps`, which the API would rename to num_inference_steps.
         elif num_computed is not None:
             message = re.sub(rf"^steps={num_computed}\b", f"computed_steps={num_computed}", message)
         self._answer("failed", job_id=job.id, failure={"code": code, "message": message})
@@ -170,7 +170,7 @@ class RankWorker:
         left_out: list[JsonObject] = []
         if self._cache_switch.has_cache:
             left_out = summarize_cache_reports([summary(self._runner, logging=False)])
-        # All ranks send rank 0 their reports.
+        # Gathered before the other ranks return, since every rank must take part.
         facts = {
             "reports": self._runner.reports(),
             "left_out": left_out,
@@ -198,7 +198,7 @@ class RankWorker:
         """Return the previews for the call of one job, at the same steps on every rank; None without previews."""
         job = jobs[0]
         num_previews = job.request.num_previews
-        # The warm-up call has none, but its image is the first that the preview decoder is fitted to.
+        # The warm-up call shows no previews, but its image is the first that the preview decoder is fitted to.
         if len(jobs) > 1 or not (num_previews or job.id == WARM_UP):
             return None
         own_values = collect_call_facts(find_call_owner(self._pipe)).defaults
@@ -213,7 +213,7 @@ class RankWorker:
         height = call.get("height") or own_height
         if width is None or height is None or steps == 0:
             return None
-        # The previews divide the steps evenly, and the last one comes before the last step.
+        # The previews divide the steps (counted from 0) evenly, and the last one comes before the last step.
         num_parts = num_previews + 1
         shown = [round(number * steps / num_parts) - 1 for number in range(1, num_parts)]
 
@@ -222,7 +222,7 @@ class RankWorker:
                 png = encode_png(image, {})
                 self._answer("preview", {"preview": png}, job_id=job.id, step=shown.index(step))
 
-        # The decoder is fitted to the latents of the last step and the image. Step -1 is before the first one.
+        # The decoder is fitted to the image and the latents of the last step. With few steps `shown` may contain -1.
         observed = {*shown, steps - 1} - {-1}
         return CallPreviews(self._decoder, self._pipe.scheduler, observed, (width, height), send_preview)
 
@@ -247,7 +247,7 @@ class RankWorker:
         try:
             for _ in range(MAX_WARM_CALLS):
                 self._generate_jobs([BatchJob(WARM_UP, Request(options=options))])
-                # Calls that occur once in an image, as in its last step, are recorded in later images.
+                # Calls that occur once in an image, as in its last step, are recorded only in a later image.
                 num_recorded = 0
                 for report in self._runner.reports():
                     num_recorded += (report["recorded"] or {}).get("recorded", 0)
@@ -264,7 +264,7 @@ class RankWorker:
         if len(jobs) == 1:
             conditions = _decode_conditions(jobs[0])
             seeds = list_request_seeds(options)
-            # One job may start from images, which calls of several jobs cannot.
+            # A call of one job may start from images; a call of several jobs may not.
             return calls[0] | build_object_arguments(self._pipe, options, seeds, conditions=conditions)
         # A row for each image of each job.
         rows = []
@@ -282,7 +282,7 @@ class RankWorker:
         outputs: Sequence[tuple[Any, Sound | None]],
         facts: JsonObject,
     ) -> tuple[JobResult, Files]:
-        """Return the result of a job with these facts, and its files in the form of `ditile generate`."""
+        """Return the job's result, which holds `facts`, and its files as `ditile generate` writes them."""
         request = job.request
         report = self._runner.report
         assert report is not None, "a call has ended"
@@ -338,9 +338,9 @@ class Inbox:
     """The server's messages to a rank, which a thread receives while the rank computes.
 
     Args:
-        reports: whether a rank that waits reports that it does not hang. Only rank 0 does, since signs of the others
-            would hide its own hang.
-        stop: called in the thread with the batch that the server stops.
+        reports: whether the rank reports progress while it waits. Only rank 0 does, since reports of the others would
+            hide that rank 0 hangs.
+        stop: called in the thread with the id of a batch that the server stops.
     """
 
     def __init__(self, link: MessageLink, *, reports: bool, stop: Callable[[str], None] | None = None) -> None:
@@ -407,9 +407,9 @@ class LoraCache:
             self._loaded.remove(removable[0])
         path = str(Path(self._folder, f"{name.removeprefix(FOR_SECOND)}.safetensors"))
         adapter = _name_adapter(name)
-        # Without a LoRA for the second transformer, the log says that it gets none.
+        # If no LoRA is for the second transformer, None makes the log say that it gets none.
         into_second = None
-        if any(text.startswith(FOR_SECOND) for text in requested):
+        if any(lora.startswith(FOR_SECOND) for lora in requested):
             into_second = name.startswith(FOR_SECOND)
         complaint = None
         try:
