@@ -21,7 +21,7 @@ def read_api_keys(path: str | None) -> ApiKeys:
     """Return the keys (owner, key) of a file, or of DITILE_API_KEY without a file.
 
     A line is a key, or its owner's name, a colon and a key; the owner of a key without a name is "key-N", N the number
-    of the line. Empty lines and comments after # do not count.
+    of the line. Empty lines and lines that begin with # do not count.
 
     Raises:
         ModelError: if the file cannot be read, or there is no key in it, or a short one.

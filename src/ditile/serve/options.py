@@ -19,11 +19,11 @@ from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.options import EngineOptions, PlannedOptions, SourceOptions
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
-"""As browsers write it: a scheme, a host and a port, and no path."""
+"""An origin as browsers send it: a scheme, a host and perhaps a port, without a path."""
 # The size of a large photo. Each pixel takes some bytes of the server's memory during decoding.
 MAX_UPLOAD_PIXELS = 2**24
 FOR_SECOND = f"{DENOISERS[1]}="
-"""Begins the name of a request's LoRA that is for the second of two transformers, as in --lora."""
+"""What a request writes before the name of a LoRA for the second of two transformers, as in --lora."""
 
 
 @options()
@@ -85,11 +85,11 @@ class ServeOptions(PlannedOptions, EngineOptions, SourceOptions):
     no_page: bool = define_option(False, "serve no web page")
 
     def __post_init__(self) -> None:
-        most = self.ray_max_replicas
-        if most is not None and self.ray is None:
-            raise ModelError(f"ray_max_replicas={most} is for a Ray cluster; add --ray, or give replicas={most}")
-        if most is not None and most < self.replicas:
-            raise ModelError(f"ray_max_replicas={most} is below replicas={self.replicas}; try {self.replicas}")
+        limit = self.ray_max_replicas
+        if limit is not None and self.ray is None:
+            raise ModelError(f"ray_max_replicas={limit} is for a Ray cluster; add --ray, or give replicas={limit}")
+        if limit is not None and limit < self.replicas:
+            raise ModelError(f"ray_max_replicas={limit} is below replicas={self.replicas}; try {self.replicas}")
         if self.ray is not None:
             has_port = self.ray.rpartition(":")[2].isdecimal()
             # An address with a scheme is for Ray's client, which needs no cluster on this machine.

@@ -170,15 +170,15 @@ class TimedConnection(HttpToolsProtocol):
     """A connection with a time limit for the head of its next request.
 
     Args:
-        waiting: the connections of the server without a request, in the order in which they began to wait. If there
-            are too many connections, the first of these is closed for a new one.
-        most: the most connections.
+        waiting: the connections without a request, in the order in which they began to wait. If there are too many
+            connections, the first of these is closed for a new one.
+        max_connections: the most connections that the server keeps.
     """
 
-    def __init__(self, waiting: dict[TimedConnection, None], most: int, **values: Any) -> None:
+    def __init__(self, waiting: dict[TimedConnection, None], max_connections: int, **values: Any) -> None:
         super().__init__(**values)
         self._waiting = waiting
-        self._most = most
+        self._max_connections = max_connections
         self._timer: asyncio.TimerHandle | None = None
         self._is_in_body = False
         self._num_head_bytes = 0
@@ -187,7 +187,7 @@ class TimedConnection(HttpToolsProtocol):
         """Start to wait for the first request."""
         super().connection_made(transport)
         self._wait_for_head()
-        if len(self.connections) > self._most:
+        if len(self.connections) > self._max_connections:
             oldest = next(iter(self._waiting))
             oldest.transport.abort()
             del self._waiting[oldest]
@@ -237,14 +237,14 @@ class TimedConnection(HttpToolsProtocol):
 
 def configure_http(app: FastAPI) -> uvicorn.Config:
     """Return how uvicorn serves an app."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The other half is for files, ranks and connections that are not counted yet.
-    most = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(most // 2, MAX_CONNECTIONS)
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The other half is for other files, ranks, and connections that are not counted yet.
+    max_connections = MAX_CONNECTIONS if max_files == resource.RLIM_INFINITY else min(max_files // 2, MAX_CONNECTIONS)
     waiting: dict[TimedConnection, None] = {}
     return uvicorn.Config(
         app,
         # uvicorn calls this function like a class.
-        http=functools.partial(TimedConnection, waiting, most),  # type: ignore[arg-type]
+        http=functools.partial(TimedConnection, waiting, max_connections),  # type: ignore[arg-type]
         ws="none",
         backlog=ACCEPTED_AT_ONCE,
         log_config=None,
@@ -371,7 +371,7 @@ async def _watch_ranks(service: Service, plan: Plan, server: uvicorn.Server) -> 
 
 
 async def _predict_call(options: ServeOptions, plan: Plan) -> JsonObject:
-    """Return the prediction of `ditile plan` on this machine, as JSON types; empty if it was never measured.
+    """Return the prediction of `ditile plan`, as JSON types; empty if this machine was never measured.
 
     It runs in a process of its own, as it needs torch.
     """

@@ -95,7 +95,7 @@ class JobStore:
         os.close(self._lock)
 
     def recover_jobs(self) -> list[Job]:
-        """Settle the jobs of an earlier server, and return all in the order of arrival.
+        """Settle the jobs of an earlier server, and return all jobs in the order of arrival.
 
         Videos that had not ended wait again, unless they were begun `MAX_ATTEMPTS` times. Images that had not ended
         fail: their clients have gone. Raises `StateError` if a job cannot be read.
@@ -130,7 +130,7 @@ class JobStore:
                 raise
 
     def save_jobs(self, jobs: Sequence[Job], files: Mapping[str, Files] | None = None) -> None:
-        """Write the new states of jobs in one transaction, after output files: job id -> name -> content.
+        """Write the new states of jobs in one transaction, after their output files (job id -> name -> content).
 
         Raises `StateError` if they cannot be written.
         """
@@ -151,7 +151,7 @@ class JobStore:
             shutil.rmtree(self._find_folder(job_id), ignore_errors=True)
 
     def read_job_file(self, job_id: str, name: str) -> bytes:
-        """Return the content of an input or output file, from any thread; raises `JobNotFoundError` without it."""
+        """Return the content of a job's file, in any thread. Raises `JobNotFoundError` if the file does not exist."""
         if FILE_NAME.fullmatch(name):
             with contextlib.suppress(FileNotFoundError):
                 return (self._find_folder(job_id) / name).read_bytes()
@@ -252,7 +252,6 @@ def _lock_folder(folder: Path) -> int:
     """
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        # The system lets go of the lock when the process dies, whatever kills it.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
@@ -280,7 +279,7 @@ def _open_database(path: Path) -> sqlite3.Connection:
         raise StateError(f"{path} cannot be opened: {error}; give --state another folder") from None
     database.row_factory = sqlite3.Row
     try:
-        # A new file has 0 for both. A database of another program must not be changed.
+        # A new file has 0 as application and version. A database of another program must not be changed.
         application, version, num_tables = database.execute(_DESCRIBE).fetchone()
         if num_tables and application != APPLICATION:
             raise StateError(f"{path} is the database of another program; give --state another folder")

@@ -62,7 +62,7 @@ def _own_path(path: Path, address: str) -> Iterator[None]:
     folder = path.parent.stat()
     if folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or folder.st_uid not in (0, os.geteuid()):
         raise ModelError(f"forward={address!r}: others can write to {path.parent}; take a folder of your own")
-    # The file stays: of two servers each could lock another one, if it were made anew.
+    # The lock file is never removed: if it were made anew, two servers could each lock a file of their own.
     with Path(f"{path}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,10 +74,10 @@ def _own_path(path: Path, address: str) -> Iterator[None]:
 def _listen_on_path(path: Path) -> socket.socket:
     """Return a socket that listens on a path, in the place of one that a killed server has left.
 
-    Raises `OSError` if it cannot, as where another program listens.
+    Raises `OSError` if it cannot, for instance because another program listens there.
     """
     with socket.socket(socket.AF_UNIX) as probe:
-        # A living program may have too many waiting connections to answer at once.
+        # If the backlog of a living program is full, a blocking connect would wait.
         probe.setblocking(False)
         if path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
             path.unlink()
@@ -86,7 +86,7 @@ def _listen_on_path(path: Path) -> socket.socket:
     mask = os.umask(0o177)
     try:
         listener.bind(str(path))
-        # Access lists of a folder would be stronger than the mask.
+        # The access list that a folder gives to new files would override the mask.
         path.chmod(0o600)
         listener.listen()
     except OSError:

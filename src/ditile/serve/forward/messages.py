@@ -20,11 +20,11 @@ PROTOCOL: Final = 2
 MAGIC = b"DITILE02"
 PREFIX = struct.Struct("<8sIQ")
 MAX_HEADER_BYTES = 2**20
-# The file of a message to or from a rank that has the bytes of all tensors.
+# The name of the file that holds the bytes of all tensors, in a message to or from a rank.
 CONTENT = "content"
-# The most seconds for which a message that began may pause.
+# The longest pause within a message, in seconds.
 SILENT_SECONDS = 30.0
-# Within these limits a product of them is exact and quickly computed.
+# Within these limits the product of the sizes is computed quickly.
 Shape = Annotated[list[Annotated[int, Field(ge=0, lt=2**40)]], Field(max_length=16)]
 
 
@@ -33,7 +33,7 @@ class MessageError(Exception):
 
 
 class StreamError(Exception):
-    """The next message of a connection cannot be found, or its client has no key, so it is closed."""
+    """The connection must be closed: its next message cannot be found, or its client has no key."""
 
 
 class TensorEntry(BaseModel):
@@ -50,7 +50,7 @@ class ForwardRequest(BaseModel):
         key: a key of the server, which a port asks for once in a connection.
         arguments: the arguments of the transformer's forward, by name.
         tensors: the tensors among the arguments, in the order of their bytes.
-        loras: the LoRAs of the call, by name, and their strengths.
+        loras: the name of a LoRA of the call -> its strength.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -76,11 +76,11 @@ def parse_request(header: bytearray) -> ForwardRequest:
 def receive_message(
     connection: socket.socket, max_bytes: int, idle_seconds: float | None = None
 ) -> tuple[bytearray, bytearray] | None:
-    """Return the header and the tensors of the next message; None if its peer has closed the connection before it.
+    """Return the header and the tensors of the next message; None if the peer has closed the connection before it.
 
     Args:
         max_bytes: the most bytes of its tensors.
-        idle_seconds: seconds until it begins; None waits for good.
+        idle_seconds: seconds to wait until it begins; None waits forever.
 
     Raises:
         StreamError: if it is not a message, is too large, or ends early.

@@ -29,7 +29,7 @@ from ditile.serve.link import Message, MessageLink, WorkerSetup
 from ditile.serve.worker import Inbox, LoraCache
 
 LOG = logging.getLogger("ditile")
-# The exceptions of a model for tensors of other shapes or types than it takes.
+# Exceptions that a model raises for tensors of shapes or types that it does not take.
 CALL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 
 
@@ -81,7 +81,7 @@ class ForwardRank:
         return {"model": type(self._transformer).__name__, "config": config, "dtype": dtype}
 
     def _answer_chain(self, header: Message, files: Files) -> None:
-        """Answer a request and those that continue its chain, and leave the first other request in `_request`."""
+        """Answer a request and those that continue its chain, and leave the request after these in `_request`."""
         arguments = self._decode_arguments(header, files)
         if header["loras"] != self._loras:
             self._loras = None
@@ -94,7 +94,7 @@ class ForwardRank:
             self._request = self._inbox.wait()
             if self._request is None or self._request[0]["loras"] != self._loras:
                 return None
-            # A request that does not fit is refused outside of this call, which the refusal would spoil.
+            # A request that does not fit is refused after this call, which an error here would break.
             with contextlib.suppress(*CALL_ERRORS):
                 following = self._decode_arguments(*self._request)
                 if fingerprint(following, "memory") == shapes:
@@ -134,8 +134,8 @@ def decode_tensors(entries: Sequence[JsonObject], content: bytes, device: torch.
     tensors = []
     for entry, part in zip(entries, numbers.split(sizes), strict=True):
         dtype: torch.dtype = getattr(torch, entry["dtype"])
-        # A copy, because the numbers of a tensor need not begin where a number of its type may; and other bytes than 0
-        # and 1 are no bool.
+        # Copied, because `view` needs aligned bytes, and those of a tensor may begin anywhere. Other bytes than 0 and 1
+        # are no bools.
         part = part.bool() if dtype == torch.bool else part.clone().view(dtype)
         tensors.append(part.reshape(entry["shape"]))
     return tensors

@@ -1,7 +1,7 @@
 """A rank as an actor of a Ray cluster: `serve.worker` with Ray's calls as its messages.
 
 The server polls its actors: for signs of life, as `distributed.heartbeat` describes them, answers of rank 0, and how
-the rank ended. What Ray pickles here is text of JSON and bytes.
+the rank ended. Messages that Ray pickles hold only JSON text and bytes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RankActor:
     def poll(self) -> tuple[bytes, list[Answer], tuple[Any, ...] | None]:
         """Return signs of life, the answers of rank 0, and the end, after waiting a while if there is no answer.
 
-        The end is None while the rank runs; the fields of a `RankFailure` after an error, otherwise empty.
+        The end is None while the rank runs, the fields of a `RankFailure` after an error, and empty otherwise.
         """
         answers: list[Answer] = []
         timeout = POLL_SECONDS
@@ -120,7 +120,7 @@ def find_interface(address: str) -> str:
 
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            # The struct ifreq has a name of 16 bytes, and in the reply an address from byte 20 on.
+            # The struct ifreq begins with a name of 16 bytes; the reply has an address from byte 20 on.
             request = name.encode()[:15].ljust(256, b"\0")
             reply = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
             if socket.inet_ntoa(reply[20:24]) == address:

@@ -48,7 +48,7 @@ IDLE_SECONDS = 300.0
 ROOM_SECONDS = 5.0
 # The concurrency group of an actor for messages to its rank. Its single thread keeps their order.
 SENDING = "sending"
-# Logger -> part of a message to hide: it is logged though all is well. A cluster without a token is still reported.
+# Logger -> part of a message to hide: Ray logs it though all is well. A cluster without a token is still reported.
 RAY_COMPLAINTS = {
     "ray._private.worker": "SIGTERM handler is not set",
     "ray._private.authentication.authentication_token_setup": "Token authentication is enabled",
@@ -61,7 +61,7 @@ class RayCluster:
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._options = setup.options
-        # None starts a cluster on this machine.
+        # None is the cluster of this machine, which Ray starts if there is none.
         self._address = None if self._options.ray == "local" else self._options.ray
         self._connecting = threading.Lock()
         self._num_replicas = 0
@@ -81,7 +81,7 @@ class RayCluster:
                 socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
     def connect(self) -> Any:
-        """Return the module of Ray, connected to the cluster. Raises `StateError` if that cannot be reached."""
+        """Return the module of Ray, connected to the cluster. Raises `StateError` if the cluster cannot be reached."""
         env.prepare_ray()
         with self._connecting, self._explain_connection_errors():
             if self._ray is None:
@@ -146,9 +146,9 @@ class RayReplica(Replica):
         gone = (ray.exceptions.RayError, ConnectionError, TimeoutError)
         placement = None
         try:
-            engine = self._setup.options
-            bundle: dict[str, float] = {"CPU": engine.threads or 1}
-            if engine.device != "cpu" and ray.cluster_resources().get("GPU"):
+            options = self._setup.options
+            bundle: dict[str, float] = {"CPU": options.threads or 1}
+            if options.device != "cpu" and ray.cluster_resources().get("GPU"):
                 bundle["GPU"] = 1
             placement = ray.util.placement_group([bundle] * self._setup.plan.world, strategy="PACK")
             if not placement.wait(timeout_seconds=ROOM_SECONDS):
@@ -175,7 +175,7 @@ class RayReplica(Replica):
         polls = {actors[rank.number].poll.remote(): rank for rank in ranks}
         while not leaves.is_set():
             self._raise_if_killed()
-            looked = time.monotonic()
+            looked_at = time.monotonic()
             done, _ = ray.wait(list(polls), num_returns=len(polls), timeout=WATCH_SECONDS)
             for poll in done:
                 rank = polls.pop(poll)
@@ -185,12 +185,12 @@ class RayReplica(Replica):
             if not polls and all(isinstance(rank.outcome, RankResult) for rank in ranks):
                 return StateError("the ranks have left")
             for rank in ranks:
-                rank.detect_silence(limits, looked)
-            first_failure = find_first_failure(ranks, limits, looked)
+                rank.detect_silence(limits, looked_at)
+            first_failure = find_first_failure(ranks, limits, looked_at)
             if first_failure is not None:
                 failure, number = first_failure
                 if is_consequence(failure):
-                    # Ray may learn of a node's end after the ranks on the others have.
+                    # The ranks on other nodes may notice the end of a node before Ray does.
                     failure = failure._replace(cause="another rank has gone", traceback="")
                 return make_error(failure, number)
         return None
