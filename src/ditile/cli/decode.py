@@ -108,8 +108,8 @@ def decode_inputs(pipe: Any, facts: LatentsFacts, tensors: Mapping[str, Tensor])
     inputs: Any = defaultdict(dict)
     for name, tensor in tensors.items():
         part, _, argument = name.partition(".")
-        coder = getattr(pipe, part)
-        inputs[part][argument] = tensor.to(coder.device, coder.dtype)
+        vae = getattr(pipe, part)
+        inputs[part][argument] = tensor.to(vae.device, vae.dtype)
     drawn = pipe.vae.decode(**inputs["vae"], return_dict=False)[0]
     processor: Any = VideoProcessor()
     if facts.kind == "image":

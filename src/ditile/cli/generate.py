@@ -234,7 +234,7 @@ def _build_call(
 
 @contextlib.contextmanager
 def show_decoded_frames(vae: Any, left: int, *, shown: bool) -> Iterator[None]:
-    """Show the progress of decoding so many frames of videos, after the progress of the steps."""
+    """Show the progress of decoding `left` frames of videos, after the progress of the steps."""
     decoder = getattr(vae, "decoder", None)
     if decoder is None or left == 0:
         yield

@@ -1,8 +1,8 @@
 """Files of latents: what the VAEs of a call are given, in one safetensors file.
 
-Tensors are its tensors, and everything else is JSON in its metadata. `ditile generate` writes one before the decode on
-request, and after a decode that failed; `ditile decode` reads it. It does so for the classes in assets/decodes.json:
-one call of each VAE and diffusers' usual postprocessing make all that a call of such a class returns.
+The file holds the tensors, and its metadata holds everything else as JSON. `ditile generate` writes a file before the
+decode on request, and after a decode that failed; `ditile decode` reads it. Latents are kept for the classes in
+assets/decodes.json: one call of each VAE and diffusers' usual postprocessing make all that a call of these returns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Part = Literal["vae", "audio_vae", "vocoder"]
 
 
 class LatentsFacts(BaseModel):
-    """What a call makes, and what else than tensors its decode needs; the metadata of a file of latents.
+    """The metadata of a file of latents: what the call makes, and what its decode needs besides tensors.
 
     Attributes:
         model, components, dtype: what the decode loads.
@@ -51,7 +51,7 @@ class LatentsFacts(BaseModel):
         frames: the frames of each video, for the progress; 0 if they are not known.
         size: the result of `find_cut_size`.
         pictures: the prompt and the seed of each image or video.
-        settings, texts: for the texts of their files, from `describe_settings` and `build_png_texts`.
+        settings, texts: the results of `describe_settings` and `build_png_texts`, for the texts of the output files.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
@@ -124,7 +124,7 @@ class LatentsKeeper:
     def decode(self, part: str, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keep a copy of the arguments of a part's first decode, write it on request, and decode."""
         if part in self.facts.parts and f"{part}.z" not in self._tensors:
-            # The classes in the table pass nothing else that matters: AutoencoderKL does not use its generator.
+            # Nothing else that the classes in decodes.json pass matters: AutoencoderKL does not use its generator.
             for name, value in inspect.signature(decode).bind(*args, **kwargs).arguments.items():
                 if isinstance(value, Tensor):
                     # The decode may change its argument in place.
@@ -152,7 +152,7 @@ class LatentsKeeper:
         try:
             yield
         except Exception as error:
-            # Ranks that do not decode tell of the file that rank 0 writes.
+            # Ranks that do not decode name the file that rank 0 writes.
             if self._tensors or (self.facts.parts and isinstance(error, DecodeError)):
                 add_note(error, self._write_file(self._path or str(self._out.with_suffix(".latents.safetensors"))))
             raise
@@ -174,10 +174,7 @@ class LatentsKeeper:
 
 
 def read_facts(path: Path) -> tuple[LatentsFacts, int]:
-    """Read the metadata of a file of latents, and the number of rows of its latents.
-
-    Raises `LoadError` if it cannot be read, or is a file of something else.
-    """
+    """Read a file's metadata and how many rows its latents have. Raises `LoadError` if it is no file of latents."""
     file = open_safetensors(path, "np")
     metadata = file.metadata() or {}
     if METADATA not in metadata or LATENTS not in {*file.keys()}:
@@ -187,5 +184,6 @@ def read_facts(path: Path) -> tuple[LatentsFacts, int]:
     except ValidationError as error:
         first = error.errors()[0]
         raise LoadError(f"{path} has latents that are not of this version: {first['loc']}: {first['msg']}") from None
+    # Padded, so that latents without rows also have a second-last size.
     shape = [1, 1] + list(file.get_slice(LATENTS).get_shape())
     return facts, shape[-2]

@@ -83,7 +83,7 @@ from ditile.serve.options import ServeOptions
 
 Options = TypeVar("Options")
 MAX_LINE = 480
-"""Most characters of an error."""
+"""The most characters of an error's line."""
 
 EXAMPLE = "a large red circle on the left on a gray background"
 """A prompt that the bundled models know."""
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_and_report(argv: Sequence[str]) -> int:
     """Run one command, print a line if it fails, and return the exit code."""
-    # Libraries read both variables when they are imported.
+    # Both calls set variables that libraries read when they are imported.
     env.silence_library_imports()
     env.prefer_passive_waiting()
     try:
@@ -129,7 +129,7 @@ def _run_and_report(argv: Sequence[str]) -> int:
         arguments = _parse_arguments(words)
         return list_commands()[arguments.command].run(arguments)
     except RankError as error:
-        # Where memory ended is chance, and the line says all.
+        # If memory ran out, the line says all: the place in the traceback is chance.
         if not error.message.startswith(OUT_OF_MEMORY):
             print(escape_controls(error.traceback.rstrip()), file=sys.stderr)
         return _print_error(str(error), 1)
@@ -227,13 +227,13 @@ def build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
         silence_libraries()
         from ditile.runner.load import split_model_file
 
-        base, files = split_model_file(model, options.components)
-        options = dataclasses.replace(options, model=base, transformer=files["transformer"])
+        base, weight_files = split_model_file(model, options.components)
+        options = dataclasses.replace(options, model=base, transformer=weight_files["transformer"])
     return options  # type: ignore[no-any-return]
 
 
 def _take_reference_steps(request: GenerateOptions, bounds: Bounds, cache: CacheOptions) -> GenerateOptions:
-    """Return the request with the steps of the finer run to which the schedule of its computed steps was fitted."""
+    """Return the request with the number of steps to which the schedule of its model was fitted."""
     if bounds.seconds is not None:
         # A bound in seconds may leave time for all steps of the model, so its own number of steps stays.
         return request
@@ -242,7 +242,7 @@ def _take_reference_steps(request: GenerateOptions, bounds: Bounds, cache: Cache
     config = cache.build_cache_arguments()["cache_config"]
     if not isinstance(config, FittedScheduleConfig) or config.steps is None:
         return request
-    # For weights with LoRAs or quantization ditile has no fitted schedule: computed steps are spread over the model's.
+    # Weights with LoRAs or quantization have no fitted schedule: computed steps are spread over the model's own steps.
     if config.schedule is not None or not (cache.lora or cache.quantize):
         return take_reference_steps(request, config.steps, config.schedule)
     return request
@@ -292,7 +292,7 @@ def _print_choice(lines: list[str], *, to_stderr: bool = False) -> None:
 
 
 def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -> Plan:
-    """Return the plan with warmup_mode=auto for a model of few steps: a server knows no steps of a request."""
+    """Return the plan, with warmup_mode=auto if the model's default steps are few, as a server knows no other steps."""
     if collect_arguments(Plan, arguments).keys() & {"warmup", "warmup_mode"}:
         return plan
     can_share = min(plan.pipefusion, plan.num_patches) > 1 and plan.token_ranks * plan.tensor == 1
@@ -308,7 +308,7 @@ def _name_output(request: GenerateOptions, run: RunOptions) -> tuple[RunOptions,
     """
     known = find_known_model(request.model)
     if known is None or known.hub_id is not None:
-        # The answer depends on the class of the model, and to find it diffusers is imported.
+        # The answer depends on the class of the model, and finding that imports diffusers.
         silence_libraries()
     from ditile.runner.requests.pipelines import find_model_output
 
@@ -348,7 +348,7 @@ def _generate_images(
     promise: JsonObject,
     kind: OutputKind,
 ) -> JsonObject | None:
-    """Generate the images, and return the summary on rank 0. If no image of a file is missing, no model is loaded."""
+    """Generate the images, and return the summary on rank 0. If all images of a prompt file exist, load no model."""
     from ditile.runner.requests import prompts
 
     lines: list[prompts.PromptLine] = []

@@ -234,12 +234,12 @@ def _list_cache_rows(facts: JsonObject) -> Iterator[tuple[str, str]]:
     yield "cache", f"{words}: {facts['cache']['blocks_saved']:.0%} of blocks saved"
     has_stages = len({entry["stage"] for entry in entries}) > 1
     for entry in entries:
-        calls = entry["cached_steps"]
-        text = f"{entry['context']}: {sum(map(len, calls))} of {entry['steps']} steps cached whole"
+        steps_by_call = entry["cached_steps"]
+        text = f"{entry['context']}: {sum(map(len, steps_by_call))} of {entry['steps']} steps cached whole"
         if has_stages:
             text = f"stage {entry['stage']}, {text}"
-        if len(calls) == 1 and calls[0]:
-            text += f" ({format_steps(calls[0]).partition(': ')[2]})"
+        if len(steps_by_call) == 1 and steps_by_call[0]:
+            text += f" ({format_steps(steps_by_call[0]).partition(': ')[2]})"
         yield "", f"{text}, {entry['blocks_saved']:.0%} of blocks saved"
 
 

@@ -1,13 +1,14 @@
 """`ditile verify`: checks a plan on this machine by properties required of every plan on every model.
 
     exact       if all steps are warmup, the latents of every rank equal those of one device, bit for bit or rounded
+    patches     a call computed patch by patch equals the whole call, with random weights
     repeatable  two calls under the plan have one result, which is equal on all ranks
     ages        every key that is read is as old as the schedule says
     no waiting  the host waits for the device in no micro-step (CUDA)
     bytes       each rank sends as many bytes as the formula of `ditile.plan.cost` says
     memory      the memory of a call is free again when it is over
 
-Only rank 0 needs the whole model, for the first check. The tests run the same functions on tiny models.
+Only rank 0 needs the whole model, for the first two checks. The tests run the same functions on tiny models.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from ditile.runner.requests.prepare import silence_advice, silence_libraries, sw
 from ditile.runner.runner import Runner, build_single_runner, parallelize
 
 ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""The share of the largest value by which an exact plan may differ: it adds in another order, in every step."""
+"""The share of the largest value by which an exact plan may differ: it adds numbers in another order, in every step."""
 
 PipelineFactory = Callable[[Plan | None], Any]
 ArgumentsFactory = Callable[[Any], CallArguments]
@@ -95,7 +96,7 @@ def verify_recorded_steps(options: VerifyOptions, plan: Plan, run_on_ranks: Call
 
 
 def compare_on_rank(options: VerifyOptions, plan: Plan) -> Any:
-    """Return the cases of recorded steps under a plan; every rank must call it."""
+    """Compare calls of recorded steps under a plan with calls that run the code; every rank must call it."""
     with _prepare_calls(options, plan) as (create_pipeline, make_arguments):
         return import_lab("machine.recorded_cases").compare_recorded_calls(
             lambda recorded: parallelize(create_pipeline(plan), plan, options.device, cuda_graphs=recorded),
@@ -107,9 +108,8 @@ def compare_on_rank(options: VerifyOptions, plan: Plan) -> Any:
 def _prepare_calls(options: VerifyOptions, plan: Plan) -> Iterator[tuple[PipelineFactory, ArgumentsFactory]]:
     """Join the ranks, and yield two functions: one makes a pipeline, the other the arguments of its call.
 
-    Until the context ends, what libraries print goes to the standard error.
+    What libraries print goes to the standard error, since the standard output is only for the verdict.
     """
-    # Libraries print while they load, and the standard output is only for the verdict.
     with contextlib.redirect_stdout(sys.stderr), silence_advice():
         silence_libraries()
         if options.threads is not None:
@@ -157,7 +157,7 @@ def run_plan_checks(
         make_arguments: (pipeline) -> the arguments of a call that returns tensors, with new generators each time; the
             first of its results (`images`, `frames`) is compared.
         steps: the steps of the calls, at least 3.
-        device: this rank's; by default its GPU, otherwise the CPU.
+        device: the device of this rank; by default its GPU if it has one, otherwise the CPU.
     """
     proof = None
     reference = None
@@ -212,7 +212,7 @@ def run_plan_checks(
 
 
 def _check_exactness(runner: Runner, latents: Tensor, reference: Tensor | None) -> Check:
-    """Rank 0 compares its latents with the reference; the other ranks must have the same latents as rank 0."""
+    """Compare the latents of rank 0 with the reference, and check that all ranks have the same latents."""
     # The latents and the weights may be of different types.
     dtypes = {parameter.dtype for parameter in find_loop_model(runner.pipe).parameters()} | {latents.dtype}
     rounding = max(rounding for dtype, rounding in ROUNDING_BY_DTYPE.items() if dtype in dtypes)
@@ -230,7 +230,7 @@ def _check_exactness(runner: Runner, latents: Tensor, reference: Tensor | None) 
 
 
 def _prove_patches(pipe: Any, plan: Plan) -> tuple[bool | None, str]:
-    """Prove that a call computed patch by patch equals the whole call. Returns the values of a `Check`."""
+    """Prove that a call computed patch by patch equals the whole call, and return `ok` and `says` of a `Check`."""
     if plan.divides_the_batch_alone:
         return None, "not needed: each device computes whole images"
     prove = import_lab("study.prove")
@@ -345,13 +345,13 @@ def _check_host_syncs(
         if job is not None:
             calls_per_patch = job.count_calls_in_step(step)
         model_calls.append(calls_per_patch * num_patches)
-    first = sum(model_calls[:first_step])
-    last = sum(model_calls)
+    first_call = sum(model_calls[:first_step])
+    num_calls = sum(model_calls)
     numbers = itertools.count()
 
     def update_sync_mode(*_: Any) -> None:
         # This runs before each call, so warnings end before the last one: after it the pipeline reads the result.
-        mode = "warn" if first <= next(numbers) < last - 1 else "default"
+        mode = "warn" if first_call <= next(numbers) < num_calls - 1 else "default"
         torch.cuda.set_sync_debug_mode(mode)
 
     handle = find_loop_model(runner.pipe).register_forward_pre_hook(update_sync_mode)
@@ -416,7 +416,7 @@ def _wait_for_slowest_rank() -> Iterator[None]:
 def _compute_difference(latents: Tensor, reference: Tensor | None) -> float:
     """Return the largest difference as a share of the largest value.
 
-    It is infinite if either is not finite, and 0 without a reference.
+    It is infinite if the shapes differ or a value is not finite, and 0 without a reference.
     """
     if reference is None:
         return 0.0
