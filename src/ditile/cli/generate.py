@@ -70,9 +70,9 @@ def generate_images(
     with contextlib.redirect_stdout(sys.stderr):
         pipe, runner, conditions = _prepare_runner(request, run, plan, cache)
         is_first = runner.mesh.rank == 0
-        lists_of_first = gather_json([lines, missing], runner.mesh.everyone)[0]
-        lines = [PromptLine(*line) for line in lists_of_first[0]]
-        missing = [PromptLine(*line) for line in lists_of_first[1]]
+        lists_of_rank_0 = gather_json([lines, missing], runner.mesh.everyone)[0]
+        lines = [PromptLine(*line) for line in lists_of_rank_0[0]]
+        missing = [PromptLine(*line) for line in lists_of_rank_0[1]]
         base = build_call_arguments(pipe, request, defaults(request.model))
         texts = build_png_texts(request, plan, cache, base, conditions, promise)
         if request.prompts_file is not None:

@@ -418,21 +418,21 @@ def _pick_one_line(request: GenerateOptions, plan: Plan) -> GenerateOptions:
 
 def _run_verify_command(arguments: argparse.Namespace) -> int:
     plan = build_options(Plan, arguments)
-    proof = build_options(VerifyOptions, arguments)
-    request = proof.to_generate_options()
-    plan, chosen = resolve_plan_option(proof.plan, request, RunOptions(profile=proof.profile), plan)
-    if plan == Plan() and not proof.recorded:
+    options = build_options(VerifyOptions, arguments)
+    request = options.to_generate_options()
+    plan, chosen = resolve_plan_option(options.plan, request, RunOptions(profile=options.profile), plan)
+    if plan == Plan() and not options.recorded:
         raise PlanError("there is nothing to prove: no plan is given, and one rank is exact; try --pipefusion 2")
-    find_model_source(proof.model, components=proof.components)
+    find_model_source(options.model, components=options.components)
     check_known_model(request, plan)
     _print_choice(chosen)
     try:
-        if proof.recorded:
+        if options.recorded:
             from ditile.cli.verify import verify_recorded_steps
 
-            verdict = verify_recorded_steps(proof, plan, _run_on_ranks)
+            verdict = verify_recorded_steps(options, plan, _run_on_ranks)
         else:
-            verdict = _run_on_ranks("ditile.cli.verify.verify_plan", plan, proof, (proof, plan))
+            verdict = _run_on_ranks("ditile.cli.verify.verify_plan", plan, options, (options, plan))
     except JoinError:
         raise
     except StateError as error:
@@ -490,10 +490,10 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
 def _run_models_command(arguments: argparse.Namespace) -> int:
     from ditile.cli.models import show_models
 
-    shown = build_options(ModelsOptions, arguments)
-    if shown.name and find_index_file(Path(os.path.expanduser(shown.name))):
-        return _print_dry_run(GenerateOptions(model=shown.name), RunOptions(), Plan(), CacheOptions())
-    show_models(shown, make_console(piped_width=LINE_WIDTH))
+    options = build_options(ModelsOptions, arguments)
+    if options.name and find_index_file(Path(os.path.expanduser(options.name))):
+        return _print_dry_run(GenerateOptions(model=options.name), RunOptions(), Plan(), CacheOptions())
+    show_models(options, make_console(piped_width=LINE_WIDTH))
     return 0
 
 

@@ -26,15 +26,15 @@ SUPPORT_REASONS = ("its anatomy is derived", "its blocks are listed", "nothing n
 """The remarks that only repeat a support level."""
 
 
-def show_models(shown: ModelsOptions, console: Console) -> None:
+def show_models(options: ModelsOptions, console: Console) -> None:
     """Print what can run. Raises `ModelError` if nothing has the name."""
     matrix = read_matrix()
-    if shown.name is None:
+    if options.name is None:
         tables = build_matrix_tables(matrix)
-    elif os.path.isfile(shown.name) or Path(shown.name).suffix in FORMATS:
-        tables = [build_table_of_file(Path(shown.name))]
+    elif os.path.isfile(options.name) or Path(options.name).suffix in FORMATS:
+        tables = [build_table_of_file(Path(options.name))]
     else:
-        tables = build_tables_of_name(matrix, shown.name)
+        tables = build_tables_of_name(matrix, options.name)
     for table in tables:
         console.print(table)
 

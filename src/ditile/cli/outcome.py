@@ -97,16 +97,16 @@ def summarize_outcome(
         skipped: the number of files that were there before.
     """
     reports = sum_reports([call_result.reports for call_result in call_results])
-    first = reports[0] if reports else _NO_REPORT
+    first_report = reports[0] if reports else _NO_REPORT
     images = [line.path for line in lines]
     settings = cache.describe_settings()
     summary: JsonObject = {
         "plan": str(plan),
         "model": request.model,
         "seed": lines[0].seed,
-        "steps": first["steps"],
-        "synchronous_steps": len(first["synchronous"]),
-        "warmup_mode": first["warmup_mode"],
+        "steps": first_report["steps"],
+        "synchronous_steps": len(first_report["synchronous"]),
+        "warmup_mode": first_report["warmup_mode"],
         "ranks": len(reports),
         "images": images,
     }
@@ -115,9 +115,9 @@ def summarize_outcome(
         summary["images"] = [str(Path(name).with_suffix(".png")) for name in images if kind == "video"]
         summary[f"{kind}s"] = images
     summary["skipped"] = skipped
-    summary["seconds"] = {name: first["seconds"][name] for name in SECONDS}
+    summary["seconds"] = {name: first_report["seconds"][name] for name in SECONDS}
     names = ["peak_memory_bytes", "bytes_sent"]
-    if first.get("recorded") is not None:
+    if first_report.get("recorded") is not None:
         names.append("recorded")
     if cache.track_memory:
         names += ["key_bytes", "cache_bytes"]
@@ -131,9 +131,9 @@ def summarize_outcome(
     if "cache_config" in settings:
         left_out = summarize_cache_reports([call_result.saved for call_result in call_results])
         summary["cache"] = {"blocks_saved": _compute_saved_share(left_out), "contexts": left_out}
-    if first.get("reference_tokens"):
-        computed = len(first["reference_steps"])
-        summary["references"] = {"tokens": first["reference_tokens"], "computed_steps": computed}
+    if first_report.get("reference_tokens"):
+        computed = len(first_report["reference_steps"])
+        summary["references"] = {"tokens": first_report["reference_tokens"], "computed_steps": computed}
     return summary
 
 

@@ -164,18 +164,18 @@ def run_plan_checks(
     with _wait_for_slowest_rank():
         # Only rank 0 has room for a whole model.
         if find_process_rank(plan) == 0:
-            whole = create_pipeline(None)
-            proof = _prove_patches(whole, plan)
-            reference = _compute_reference_latents(whole, make_arguments, pick_device(device, find_local_rank()))
+            whole_pipe = create_pipeline(None)
+            proof = _prove_patches(whole_pipe, plan)
+            reference = _compute_reference_latents(whole_pipe, make_arguments, pick_device(device, find_local_rank()))
             # The memory of the whole model is needed for this rank's share.
-            del whole
+            del whole_pipe
             release_memory()
     # Packed messages are rounded, and no warmup undoes that.
-    exact = replace(plan, wire_dtype=None)
+    exact_plan = replace(plan, wire_dtype=None)
     if plan.attends_to_stale_keys:
         # If every step is synchronous, no key is stale.
-        exact = replace(exact, warmup=steps)
-    runner = parallelize(create_pipeline(exact), exact, device)
+        exact_plan = replace(exact_plan, warmup=steps)
+    runner = parallelize(create_pipeline(exact_plan), exact_plan, device)
     latents = _generate_first_result(runner, make_arguments(runner.pipe))
     checks = [
         _check_exactness(runner, latents, reference),
@@ -187,7 +187,7 @@ def run_plan_checks(
     # Now the plan itself runs, with its stale keys. Every read of a key compares its age with the schedule.
     ages = AgeChecks()
     runner = parallelize(create_pipeline(plan), plan, device, checks=ages)
-    first = _digest_call_result(runner, make_arguments, reference)
+    first_result = _digest_call_result(runner, make_arguments, reference)
     # Tapes grow with each call up to their own limit, which would count as a leak.
     runner.forget_recorded_steps()
     bytes_after_first = _measure_tensor_bytes(runner)
@@ -196,10 +196,10 @@ def run_plan_checks(
     # Waits are looked for in the second call. The first one rehearses, which takes more waits, and more calls of the
     # model than the schedule has.
     digest_second = functools.partial(_digest_call_result, runner, make_arguments, reference)
-    second, sync_check = _check_host_syncs(runner, steps, digest_second)
+    second_result, sync_check = _check_host_syncs(runner, steps, digest_second)
     runner.forget_recorded_steps()
     checks += [
-        _check_repeatability(runner, first, second),
+        _check_repeatability(runner, first_result, second_result),
         _check_key_ages(runner, ages, steps),
         sync_check,
         _check_traffic_bytes(runner, sent),
@@ -252,8 +252,8 @@ def _digest_call_result(
     return _hash_latents(latents), _compute_difference(latents, reference)
 
 
-def _check_repeatability(runner: Runner, first: tuple[str, float], second: tuple[str, float]) -> Check:
-    answers = gather_json([first[0], second[0], first[1]], runner.mesh.everyone)
+def _check_repeatability(runner: Runner, first_result: tuple[str, float], second_result: tuple[str, float]) -> Check:
+    answers = gather_json([first_result[0], second_result[0], first_result[1]], runner.mesh.everyone)
     first_digests = {answer[0] for answer in answers}
     second_digests = {answer[1] for answer in answers}
     problems = []
@@ -336,22 +336,22 @@ def _check_host_syncs(
         says = "not counted: gloo carries messages through the CPU, which waits for each"
         return make_call(), Check(name, None, says)
     schedule = PatchSchedule.from_plan(runner.plan, steps)
-    micro_steps = [len(schedule.list_micro_steps(step)) for step in range(steps)]
+    micro_step_counts = [len(schedule.list_micro_steps(step)) for step in range(steps)]
     first_step = min(steps - 1, schedule.warmup + 1)
     job = runner.job()
-    model_calls = []
-    for step, num_patches in enumerate(micro_steps):
+    call_counts = []
+    for step, num_patches in enumerate(micro_step_counts):
         calls_per_patch = 1
         if job is not None:
             calls_per_patch = job.count_calls_in_step(step)
-        model_calls.append(calls_per_patch * num_patches)
-    first_call = sum(model_calls[:first_step])
-    num_calls = sum(model_calls)
-    numbers = itertools.count()
+        call_counts.append(calls_per_patch * num_patches)
+    first_call = sum(call_counts[:first_step])
+    num_calls = sum(call_counts)
+    call_numbers = itertools.count()
 
     def update_sync_mode(*_: Any) -> None:
         # This runs before each call, so warnings end before the last one: after it the pipeline reads the result.
-        mode = "warn" if first_call <= next(numbers) < num_calls - 1 else "default"
+        mode = "warn" if first_call <= next(call_numbers) < num_calls - 1 else "default"
         torch.cuda.set_sync_debug_mode(mode)
 
     handle = find_loop_model(runner.pipe).register_forward_pre_hook(update_sync_mode)
@@ -369,7 +369,7 @@ def _check_host_syncs(
             places.append(f"{os.path.basename(message.filename)}:{message.lineno}")
     answers = gather_json(places, runner.mesh.everyone)
     count = max(map(len, answers))
-    says = f"{count} waits in {sum(micro_steps[first_step:])} computations of a patch"
+    says = f"{count} waits in {sum(micro_step_counts[first_step:])} computations of a patch"
     if count:
         says += f": {', '.join(sorted(set[str]().union(*answers)))}"
     return result, Check(name, count == 0, says)

@@ -99,16 +99,16 @@ class PreviewDecoder:
             return [latents.permute(1, 2, 0)], 1
         if latents.ndim == 4:
             # Wan and others have the channels first; CogVideoX has the frames first.
-            first, second = latents.shape[:2]
-            if first != self._channels and second == self._channels:
+            first_size, second_size = latents.shape[:2]
+            if first_size != self._channels and second_size == self._channels:
                 latents = latents.transpose(0, 1)
             return list(latents.permute(1, 2, 3, 0)), 1
         width, height = size
-        tokens = latents.shape[0]
-        rows = round((tokens * height / width) ** 0.5)
-        if rows < 1 or tokens % rows:
-            raise ModelError(f"{tokens} tokens have no grid of {width}x{height} pixels")
-        return [latents.reshape(rows, tokens // rows, -1)], 2
+        num_tokens = latents.shape[0]
+        rows = round((num_tokens * height / width) ** 0.5)
+        if rows < 1 or num_tokens % rows:
+            raise ModelError(f"{num_tokens} tokens have no grid of {width}x{height} pixels")
+        return [latents.reshape(rows, num_tokens // rows, -1)], 2
 
 
 class CallPreviews:

@@ -81,9 +81,9 @@ class JobQueue:
         if not self._owners:
             return ()
         owner = next(iter(self._owners))
-        first = next(iter(self._owners[owner].values()))
-        companions = self._find_companions(first, limit - first.request.options.num_images)
-        batch = (first, *companions)
+        first_job = next(iter(self._owners[owner].values()))
+        companions = self._find_companions(first_job, limit - first_job.request.options.num_images)
+        batch = (first_job, *companions)
         self._owners.move_to_end(owner)
         for job in batch:
             self.remove_job(job)
@@ -94,16 +94,16 @@ class JobQueue:
         self._seconds += seconds
         self._num_finished += num_jobs
 
-    def _find_companions(self, first: Job, room: int) -> Iterator[Job]:
-        """Yield jobs that join the batch of `first`. Owners take turns here too."""
-        shape = describe_shape(first)
+    def _find_companions(self, first_job: Job, room: int) -> Iterator[Job]:
+        """Yield jobs that join the batch of `first_job`. Owners take turns here too."""
+        shape = describe_shape(first_job)
         if shape is None:
             return
         waiting = [iter(jobs.values()) for jobs in self._owners.values()]
         while waiting and room > 0:
             for jobs in tuple(waiting):
                 # The owner's next job of the same shape.
-                alike = (job for job in jobs if job is not first and describe_shape(job) == shape)
+                alike = (job for job in jobs if job is not first_job and describe_shape(job) == shape)
                 job = next(alike, None)
                 if job is None:
                     waiting.remove(jobs)

@@ -177,7 +177,7 @@ class Replica(ABC):
         self._sender.shutdown()
 
     def _keep_ranks_alive(
-        self, has_ended: asyncio.Event, leaves: threading.Event, earlier: threading.Thread | None
+        self, has_ended: asyncio.Event, leaves: threading.Event, earlier_thread: threading.Thread | None
     ) -> None:
         """Start the ranks, and start them again when they fail, until they are to end or new starts cannot help."""
         delay = 0.0
@@ -185,8 +185,8 @@ class Replica(ABC):
         has_been_ready = False
         try:
             # Ranks that are still leaving hold the memory that new ranks need.
-            if earlier is not None:
-                earlier.join()
+            if earlier_thread is not None:
+                earlier_thread.join()
             while not (self._is_ending.is_set() or leaves.is_set()):
                 self._is_ready.clear()
                 error = self._run_ranks(leaves)
@@ -292,10 +292,10 @@ class Replica(ABC):
                     line = f"{line}\n{traceback}"
                 LOG.error("replica %s: %s", self.name, line)
                 self._last_line = str(error)
-        lost = self._batch_id
+        lost_batch_id = self._batch_id
         self._batch_id = None
         self.state = "failed" if has_failed else "down"
-        self._tell("down", lost, failure=failure, error=error)
+        self._tell("down", lost_batch_id, failure=failure, error=error)
 
     def _handle_message(self, message: Message, files: Files) -> None:
         """Report a message of rank 0. It has the fields of an event as JSON types."""

@@ -45,7 +45,7 @@ T = TypeVar("T")
 ReplicaFactory = Callable[[str, EventHandler], Replica]
 # Seconds that an ending server waits for ranks that were told to stop.
 STOP_SECONDS = 10.0
-# Seconds that jobs wait before one more replica is started for them, beyond `--replicas`.
+# Seconds that jobs wait before a replica that is asleep is started for them.
 WAKE_SECONDS = 3.0
 ID_LETTERS = string.ascii_lowercase + string.digits
 
@@ -58,11 +58,11 @@ class Service:
     """
 
     def __init__(
-        self, options: ServeOptions, make_replica: ReplicaFactory, plan: Mapping[str, Any] | None = None
+        self, options: ServeOptions, make_replica: ReplicaFactory, plan_facts: Mapping[str, Any] | None = None
     ) -> None:
         self.options = options
         self.metrics = Metrics()
-        self.plan_facts = dict(plan or {})
+        self.plan_facts = dict(plan_facts or {})
         self._last_result: JsonObject | None = None
         self._replicas = [make_replica(str(number), self._handle_event) for number in range(options.max_replicas)]
         self._queue = JobQueue(options.max_queue)
@@ -191,16 +191,16 @@ class Service:
                 jobs.append(state.job)
         if newest_first:
             jobs.reverse()
-        first = 0
+        start = 0
         if after is not None:
             ids = [job.id for job in jobs]
             if after not in ids:
                 raise JobNotFoundError(f"no {kind} has the id {after[:64]!r}; it may have expired")
-            first = ids.index(after) + 1
-        return jobs[first : first + limit]
+            start = ids.index(after) + 1
+        return jobs[start : start + limit]
 
     def watch(self, job_id: str) -> AsyncIterator[Job]:
-        """Return the states of a job: now and after each change, until the job or the server ends.
+        """Yield the job now and after each change, until the job or the server ends.
 
         A slow reader misses some changes. Raises `JobNotFoundError` if there is no such job.
         """
@@ -243,12 +243,12 @@ class Service:
 
     def describe_health(self) -> JsonObject:
         """Return whether requests are served, and the state of each replica, as JSON types."""
-        states = {replica.state for replica in self._replicas}
+        replica_states = {replica.state for replica in self._replicas}
         if self._end is not None:
             status = "draining"
-        elif states & {"ready", "drawing"}:
+        elif replica_states & {"ready", "drawing"}:
             status = "ok"
-        elif states == {"asleep"}:
+        elif replica_states == {"asleep"}:
             # The next request starts the ranks.
             status = "unloaded"
         elif self._find_failure() is not None:
@@ -278,7 +278,7 @@ class Service:
         }
 
     def describe_plan(self) -> JsonObject:
-        """Return the plan, its prediction, and the last measurement, as JSON types."""
+        """Return the model and its plan, `plan_facts`, and the last result, as JSON types."""
         known: JsonObject = {}
         if self._facts is not None:
             known = {"model": self._facts.name, "plan": self._facts.plan}
@@ -289,7 +289,7 @@ class Service:
     async def drain(self, seconds: float) -> None:
         """End the service. It accepts no more jobs, gives running ones `seconds`, and ends the ranks.
 
-        Videos that wait or are stopped are left to the next server; images fail. A second call shortens the time.
+        Videos that wait or are stopped are left to the next server; images fail. A second call may shorten the time.
         """
         self._loop.call_later(seconds, self._stop_batches)
         if self._end is None:
@@ -356,9 +356,9 @@ class Service:
     def _wake_replica(self) -> None:
         """Start one more replica if jobs still wait, and none is starting."""
         self._wake_timer = None
-        states = [replica.state for replica in self._replicas]
-        if len(self._queue) and self._end is None and "asleep" in states and "starting" not in states:
-            self._replicas[states.index("asleep")].start()
+        replica_states = [replica.state for replica in self._replicas]
+        if len(self._queue) and self._end is None and "asleep" in replica_states and "starting" not in replica_states:
+            self._replicas[replica_states.index("asleep")].start()
 
     async def _send_batch(self, batch: RunningBatch) -> None:
         """Read the inputs of a batch from disk, and give it to its replica if that is still possible."""
@@ -500,8 +500,8 @@ class Service:
     def _find_failure(self) -> Failure | None:
         """Return why nothing can be generated; None while a replica is ready or may become ready."""
         # Sleeping replicas do not count: if all others fail in each start, these would fail too.
-        states = {replica.state for replica in self._replicas} - {"asleep"}
-        if states != {"failed"}:
+        replica_states = {replica.state for replica in self._replicas} - {"asleep"}
+        if replica_states != {"failed"}:
             return None
         return next(iter(self._failures.values()))
 

@@ -81,7 +81,7 @@ class RankWorker:
         )
         self._pipe.set_progress_bar_config(disable=True)
         self._cache_switch = CacheSwitch(self._runner, setup)
-        # The class of the loaded pipeline. Requests with conditions switch to other classes of its family.
+        # The class of the loaded pipeline, or a modular pipeline. Requests with conditions switch to related classes.
         self._class = find_call_owner(self._pipe)
         self._config = dict(getattr(self._pipe, "config", {}))
         self._loras = LoraCache(self._runner, setup)
@@ -146,11 +146,11 @@ class RankWorker:
         self._answer("failed", job_id=job.id, failure={"code": code, "message": message})
 
     def _generate_jobs(self, jobs: Sequence[BatchJob]) -> None:
-        first = jobs[0].request
-        pipeline_class = choose_pipeline_class(self._class, [*first.options.conditions], self._config)
+        first_request = jobs[0].request
+        pipeline_class = choose_pipeline_class(self._class, [*first_request.options.conditions], self._config)
         if isinstance(pipeline_class, type):
             self._pipe = self._runner.switch_pipeline(pipeline_class)
-        self._loras.use_loras(first.loras)
+        self._loras.use_loras(first_request.loras)
         promise = self._cache_switch.install_for_job(jobs[0])
         own_values = defaults(self._setup.options.model)
         calls = []
@@ -215,16 +215,16 @@ class RankWorker:
             return None
         # The previews divide the steps (counted from 0) evenly, and the last one comes before the last step.
         num_parts = num_previews + 1
-        shown = [round(number * steps / num_parts) - 1 for number in range(1, num_parts)]
+        preview_steps = [round(number * steps / num_parts) - 1 for number in range(1, num_parts)]
 
         def send_preview(step: int, image: Image.Image) -> None:
-            if step in shown:
+            if step in preview_steps:
                 png = encode_png(image, {})
-                self._answer("preview", {"preview": png}, job_id=job.id, step=shown.index(step))
+                self._answer("preview", {"preview": png}, job_id=job.id, step=preview_steps.index(step))
 
-        # The decoder is fitted to the image and the latents of the last step. With few steps `shown` may contain -1.
-        observed = {*shown, steps - 1} - {-1}
-        return CallPreviews(self._decoder, self._pipe.scheduler, observed, (width, height), send_preview)
+        # The decoder is fitted to the image and the last latents. With few steps `preview_steps` may contain -1.
+        observed_steps = {*preview_steps, steps - 1} - {-1}
+        return CallPreviews(self._decoder, self._pipe.scheduler, observed_steps, (width, height), send_preview)
 
     def _fit_previews(self, previews: CallPreviews, output: Any) -> None:
         report = self._runner.report
@@ -239,9 +239,9 @@ class RankWorker:
 
     def _warm_up(self) -> None:
         """Generate a first image, to trigger loading, allocation and compilation, and to fit the preview decoder."""
-        preparing = self._runner.num_preparing_steps
+        num_preparing_steps = self._runner.num_preparing_steps
         is_cached = self._cache_switch.has_cache
-        steps = choose_warm_steps(self._setup.plan, is_cached=is_cached, num_preparing_steps=preparing)
+        steps = choose_warm_steps(self._setup.plan, is_cached=is_cached, num_preparing_steps=num_preparing_steps)
         prompt = self._facts.example or "a photo of a mountain lake in the morning"
         options = GenerateOptions(model=self._setup.options.model, prompt=prompt, steps=steps, seed=0)
         try:

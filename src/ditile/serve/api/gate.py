@@ -145,7 +145,7 @@ class RequestGate:
 
 
 async def _receive_bytes(receive: Receive, body: bytearray, max_bytes: int) -> None:
-    """Receive a body up to its end. One that is too large is read up to twice the limit, and little of it is kept."""
+    """Receive a body to its end. If it is too large, read up to twice the limit, and keep up to about the limit."""
     # A client that is still sending would not see the answer.
     left = 2 * max_bytes
     has_more = True

@@ -121,8 +121,8 @@ class ForwardRank:
         for tensor in tensors:
             entries.append({"dtype": describe_dtype(tensor), "shape": list(tensor.shape)})
             # numpy does not know bfloat16.
-            numbers = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-            contents.append(numbers.tobytes())
+            raw_bytes = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+            contents.append(raw_bytes.tobytes())
         self._link.send_message({"is_list": is_list, "tensors": entries}, {CONTENT: b"".join(contents)})
 
 
@@ -130,9 +130,9 @@ def decode_tensors(entries: Sequence[JsonObject], content: bytes, device: torch.
     """Return the tensors of a message, on a device. Raises `RuntimeError` if `content` has another number of bytes."""
     sizes = [getattr(torch, entry["dtype"]).itemsize * math.prod(entry["shape"]) for entry in entries]
     # torch's own `frombuffer` takes no empty buffer.
-    numbers = torch.from_numpy(np.frombuffer(bytearray(content), np.uint8)).to(device)
+    raw_bytes = torch.from_numpy(np.frombuffer(bytearray(content), np.uint8)).to(device)
     tensors = []
-    for entry, part in zip(entries, numbers.split(sizes), strict=True):
+    for entry, part in zip(entries, raw_bytes.split(sizes), strict=True):
         dtype: torch.dtype = getattr(torch, entry["dtype"])
         # Copied, because `view` needs aligned bytes, and those of a tensor may begin anywhere. Other bytes than 0 and 1
         # are no bools.

@@ -143,7 +143,7 @@ class RayReplica(Replica):
         except DitileError as error:
             return error
         self._post(_restore_signal_handler)
-        gone = (ray.exceptions.RayError, ConnectionError, TimeoutError)
+        gone_errors = (ray.exceptions.RayError, ConnectionError, TimeoutError)
         placement = None
         try:
             options = self._setup.options
@@ -159,12 +159,12 @@ class RayReplica(Replica):
             return self._watch_ranks(ray, self._actors, leaves)
         except DitileError as error:
             return error
-        except gone as error:
+        except gone_errors as error:
             return RankError(0, NOT_STARTED, f"{NOT_STARTED}: {shorten_line(error)}")
         finally:
             self._actors = ()
             # This ends the actors too. The cluster may have gone.
-            with contextlib.suppress(*gone):
+            with contextlib.suppress(*gone_errors):
                 if placement is not None:
                     ray.util.remove_placement_group(placement)
 
