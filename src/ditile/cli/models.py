@@ -40,7 +40,7 @@ def show_models(options: ModelsOptions, console: Console) -> None:
 
 
 def read_matrix() -> JsonObject:
-    """Read the table of models and methods, built by `build_matrix` of the tests."""
+    """Read the table of models and methods, which `build_matrix` of benchmarks/method_matrix.py builds."""
     matrix: JsonObject = json.loads((ASSETS / "matrix.json").read_text("utf-8"))
     return matrix
 

@@ -119,7 +119,7 @@ class Replica(ABC):
 
     @abstractmethod
     def _run_ranks(self, leaves: threading.Event) -> DitileError | None:
-        """Run the ranks until they end, or until `leaves` is set, and return the reason."""
+        """Run the ranks until they end, or until `leaves` is set. Return the reason; None only if `leaves` is set."""
 
     @abstractmethod
     def _deliver(self, message: Message, files: Files | None) -> None:

@@ -42,7 +42,7 @@ OPEN_REQUESTS_SECONDS = 5
 # Limits of a request's line and headers: seconds since the connection or the previous answer, and bytes.
 HEAD_SECONDS = 20.0
 MAX_HEAD_BYTES = 2**16
-# Connections that the system keeps until they are accepted, and those that are accepted before any of them is counted.
+# Connections that the system keeps until they are accepted, and those accepted at once, before they are counted.
 BACKLOG = 1024
 ACCEPTED_AT_ONCE = 16
 MAX_CONNECTIONS = 4096
@@ -194,7 +194,7 @@ class TimedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Read on, and refuse headers that are too large."""
-        # Only the parser knows where the headers begin and end in the data.
+        # The count is set to 0 when the parser finds the end of the headers, since only the parser knows where that is.
         if not self._is_in_body:
             self._num_head_bytes += len(data)
         super().data_received(data)

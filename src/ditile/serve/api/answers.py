@@ -50,7 +50,7 @@ _ANSWERS: list[tuple[type[DitileError], int, str, int | None]] = [
     (NotReadyError, 503, "not_ready", NOT_READY_SECONDS),
     (JobNotFoundError, 404, "not_found", None),
 ]
-# Starlette's own answers to these are only "Not Found" and the like.
+# Status -> message and code. Starlette's own answers say only "Not Found" and the like.
 _ROUTE_ERRORS = {
     404: ("there is no such route; /openapi.json has those there are", "not_found"),
     405: ("the route does not take this method; /openapi.json has those it takes", "method_not_allowed"),
@@ -141,7 +141,7 @@ def convert_error(error: Exception) -> RequestError:
         problem = error.errors()[0]
         name = str(problem["loc"][-1])
         return RequestError(f"{name}: {problem['msg']}", param=name)
-    # Its traceback is in the log.
+    # The log has the traceback of an unexpected exception.
     if not isinstance(error, DitileError):
         return RequestError("the server failed; its log says why", status=500, code="internal")
     # The text of any other error is only for the log.
@@ -178,7 +178,7 @@ def rename_options(message: str) -> str:
     """Replace the command line's options in a message with the field names of requests."""
 
     def rename(match: re.Match[str]) -> str:
-        # Commands to run are advice for the operator of the server, not for its clients.
+        # A command to run is advice for the operator of the server, so it stays as it is.
         if match[1] is None:
             return match[0]
         name = match[1].replace("-", "_")

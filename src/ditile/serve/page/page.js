@@ -1,16 +1,16 @@
 "use strict";
-// What the buttons of the page do: calls of the server's own API. The key is only in its field, and goes into headers.
+// What the buttons of the page do: they call the server's own API. The key stays in its field, and goes into headers.
 const ditile = (() => {
   const POLL_MS = 500;
   const MOST_SHOWN = 24;
-  // What /v1/models says, and the controller of the call that runs.
+  // The model as /v1/models describes it, and the controller of the running call.
   let model = null;
   let running = null;
 
   const find = (id) => document.querySelector(`#ditile-${id}`);
 
   async function ask(key, path, how = {}) {
-    // Keys are UTF-8, of which headers take the bytes.
+    // A header holds the bytes of the key in UTF-8.
     const bytes = String.fromCharCode(...new TextEncoder().encode(key ?? ""));
     const headers = bytes ? { authorization: `Bearer ${bytes}` } : {};
     const answer = await fetch(path, { ...how, headers });
@@ -35,7 +35,7 @@ const ditile = (() => {
     find("bar").value = step / steps;
   }
 
-  // Update of each field of the form: whether the model takes it, and its own value as the placeholder.
+  // Returns the update of a field: whether the model takes it, and the model's own value as the placeholder.
   function describeField(name) {
     const defaults = model.defaults;
     const kinds = { n: "image", num_frames: "video", fps: "video" };
@@ -55,7 +55,7 @@ const ditile = (() => {
     } catch (error) {
       say(error.status === 401 && !key ? "Enter a key of this server." : error.message, Boolean(key));
       if (error.status === 401) return [same, shown, ...names.map(() => same)];
-      // Ranks load the model.
+      // The ranks are still loading the model.
       await wait(4 * POLL_MS);
       return open(names, key);
     }
