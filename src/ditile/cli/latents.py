@@ -184,6 +184,6 @@ def read_facts(path: Path) -> tuple[LatentsFacts, int]:
     except ValidationError as error:
         first = error.errors()[0]
         raise LoadError(f"{path} has latents that are not of this version: {first['loc']}: {first['msg']}") from None
-    # Padded, so that latents without rows also have a second-last size.
+    # Padded, so that even a tensor of one dimension has a second-last size.
     shape = [1, 1] + list(file.get_slice(LATENTS).get_shape())
     return facts, shape[-2]

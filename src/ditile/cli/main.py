@@ -129,7 +129,7 @@ def _run_and_report(argv: Sequence[str]) -> int:
         arguments = _parse_arguments(words)
         return list_commands()[arguments.command].run(arguments)
     except RankError as error:
-        # If memory ran out, the line says all: the place in the traceback is chance.
+        # Where memory ran out is chance, so the traceback would tell nothing more than the line.
         if not error.message.startswith(OUT_OF_MEMORY):
             print(escape_controls(error.traceback.rstrip()), file=sys.stderr)
         return _print_error(str(error), 1)

@@ -45,7 +45,7 @@ class JobState:
         job: the job as it is now, without a preview.
         timer: the timer of its timeout; None for a job that had ended before this server started.
         batch: its batch; None while it waits.
-        outcome: the outcome that it gets when its ranks have stopped; None while nothing has ended it.
+        outcome: the outcome that the job gets when its ranks have stopped; None while nothing has ended it.
         is_ending: whether its end is being written to disk.
         is_settled: whether there will be no more news of it.
     """

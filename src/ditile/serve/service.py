@@ -481,7 +481,7 @@ class Service:
         name = event.replica.name
         self._failures[name] = event.failure
         self.metrics.count("group_failures", name)
-        # A `RankError` may pass. Before a replica was ready, any other says that the model or an option does not fit.
+        # A `RankError` may pass. Before a replica was ready, other errors say that the model or an option does not fit.
         if self._facts is None and not isinstance(event.error, RankError):
             self._refusal = event.error
             self._has_started.set()

@@ -21,7 +21,7 @@ from ditile.serve.options import ServeOptions
 
 # Seconds to read a body that is too large before it is refused.
 DROP_SECONDS = 10.0
-# Seconds that a body may take, and how many bytes of a route's limit allow one second more.
+# A body may take this many seconds, and one second more for each `BODY_RATE` bytes of its route's limit.
 BODY_SECONDS = 30.0
 BODY_RATE = 2**18
 # Routes that accept images, as files or in JSON. No other route has large bodies.

@@ -44,7 +44,7 @@ _DEFAULTS: dict[str, tuple[str, ...]] = {
     "style": ("vivid",),
     "input_fidelity": ("low",),
 }
-# Options of `ditile generate` that requests set by fields.
+# Options of `ditile generate` that fields of a request set.
 _OPTIONS = (
     *("prompt", "negative_prompt", "seed", "steps", "guidance", "true_cfg", "strength"),
     *("num_images", "frames", "fps"),
