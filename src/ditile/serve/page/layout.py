@@ -68,7 +68,7 @@ class PageMount(Mount):
         return super().matches(scope)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer without the query and with only `_HEADERS`. Gradio would use the rest for paths and CORS permissions."""
+        """Answer without the query and with only `_HEADERS`. Gradio would use the rest for paths and CORS rights."""
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
