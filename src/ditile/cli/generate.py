@@ -116,7 +116,7 @@ def _prepare_runner(
     silence_libraries()
     check_request_by_files(request, plan, cache)
     conditions = read_condition_files(request)
-    # With only a prompt, a transformer for other calls need not be read.
+    # A modular pipeline need not read the transformer that calls with only a prompt do not use.
     workflow = None if conditions else choose_text_workflow(request.model, request.components)
     pipe, runner = prepare_runner(
         request.model,

@@ -139,7 +139,7 @@ def summarize_outcome(
 
 def _compute_saved_share(entries: Sequence[JsonObject]) -> float:
     """Return the share of block runs that caches saved."""
-    # Each entry counts by its blocks and steps. Without entries nothing was saved.
+    # Each entry is weighted by its blocks and steps. Without entries nothing was saved.
     runs = 0
     saved = 0.0
     for entry in entries:

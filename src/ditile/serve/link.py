@@ -54,7 +54,7 @@ class Batch:
     jobs: list[BatchJob]
 
     def to_message(self) -> tuple[Message, Files]:
-        """Return the message for a rank about this batch, and its files."""
+        """Return the message that gives a rank this batch, and the files of the message."""
         files = {}
         jobs = []
         for job in self.jobs:
@@ -65,7 +65,7 @@ class Batch:
 
     @classmethod
     def from_message(cls, message: Message, files: Files) -> Batch:
-        """Build the batch of a message."""
+        """Build a batch from a message and its files."""
         jobs = []
         for values in message["jobs"]:
             inputs = {name: files[f"{values['id']}/{name}"] for name in values["inputs"]}

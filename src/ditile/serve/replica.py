@@ -128,7 +128,7 @@ class Replica(ABC):
     def start(self) -> None:
         """Start the ranks, and start them again when they fail."""
         self.state = "starting"
-        # The thread of an earlier start may not have ended yet.
+        # Each start has its own events, since the thread of an earlier start may not have ended yet.
         has_ended = asyncio.Event()
         self._has_ended = has_ended
         self._leaves = threading.Event()

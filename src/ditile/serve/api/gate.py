@@ -70,7 +70,7 @@ class RequestGate:
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_again() -> Message:
-            # The body once, and then what follows.
+            # First the body, and then what follows it.
             if messages:
                 return messages.pop()
             return await receive()
@@ -81,7 +81,7 @@ class RequestGate:
         host = headers.get("host", "")
         match = _HOST.fullmatch(host)
         if self._keys or not self._options.is_loopback:
-            # Addresses in answers are built from the host. Clients of HTTP/1.0 send none.
+            # Addresses in answers are built from the host. Clients of HTTP/1.0 send no host.
             if host and match is None:
                 raise RequestError("the host is not a name or an address", code="bad_host")
             return
