@@ -81,7 +81,7 @@ class Metrics:
             self._counters["pixels"].inc(num_frames * width * height)
             for stage in CALL_STAGES:
                 self.note_seconds(stage, 0.0, job.result.seconds.get(stage))
-            # Stages and contexts skip nearly the same steps, so the largest number counts. The jobs of a batch share it.
+            # Stages and contexts skip nearly the same steps, so the largest number counts. Jobs of a batch share this.
             skipped = 0
             for context in job.result.facts.get("left_out", []):
                 skipped = max(skipped, len(context["cached_steps"][-1]))
