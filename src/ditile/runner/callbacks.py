@@ -2,7 +2,7 @@
 
 A callback without tensors sends nothing. One with tensors makes the end of its steps a synchronisation point: every
 rank gets the whole latents and calls its callback, and all ranks use the result of rank 0's callback. After any
-callback, all is computed again, because the callback may have changed the prompt or the scale of a LoRA.
+callback, remembered outputs are computed again: the callback may have changed the prompt or the scale of a LoRA.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ StepNumber = Annotated[int, Field(ge=0)]
 class StepWatch:
     """Watches the steps of one call without changing it: reports progress, and latents for previews.
 
-    Steps are counted from 0, as progress bars show them. An error in one of the functions ends the call.
+    Steps are those that progress bars show, counted from 0. An error in one of the functions ends the call.
 
     Attributes:
         on_step: called with (step, number of steps) at the end of each step, on each rank that sets it. It needs no
@@ -101,17 +101,17 @@ class StepEndCallbacks:
         self._generator = call.get("generator")
         self._callback = call.get("callback_on_step_end")
         names = getattr(self._callback, "tensor_inputs", None) or call.get("callback_on_step_end_tensor_inputs")
-        self._names = ["latents"] if names is None else list(names)
+        self._tensor_names = ["latents"] if names is None else list(names)
         # Older pipelines take this callback instead, and call it with the latents in every n-th step.
         self._legacy = call.get("callback")
         self._legacy_period = call.get("callback_steps", 1)
-        asks_for_tensors = bool(self._callback and self._names)
+        asks_for_tensors = bool(self._callback and self._tensor_names)
         period = self._legacy_period if self._legacy else 0
         # If any rank has a callback, all ranks gather the latents for it.
         everyone = gather_json([asks_for_tensors, period or 0], mesh.within_calls)
         self._gathers_tensors = any(asks for asks, _ in everyone)
         self._gather_period = max(period for _, period in everyone)
-        # The iterations of the loop, and of a step: two-stage schedulers have two per step, but one in the last step.
+        # The iterations in the loop, and in a step: two-stage schedulers have two per step, but one in the last step.
         self._num_iterations = 0
         self._order = 1
         self._bar: Any = None
@@ -123,7 +123,7 @@ class StepEndCallbacks:
             # A user's pipeline class may lack this argument, and always pass the same tensors.
             name = "callback_on_step_end_tensor_inputs"
             if name in list_call_parameters(self._pipe):
-                call[name] = self._names
+                call[name] = self._tensor_names
         if self._legacy is not None:
             call["callback"] = None
 
@@ -150,7 +150,7 @@ class StepEndCallbacks:
                 return open_progress_bar(stock, total)
             return iterate_with_bar(stock, iterable)
 
-        # A modular pipeline leaves its loop, and the progress of that, to its blocks.
+        # In a modular pipeline, the blocks run the loop and its progress bar.
         for owner in (self._pipe, *iterate_blocks(self._pipe)):
             if hasattr(owner, "progress_bar"):
                 override_attribute(stack, owner, "progress_bar", functools.partial(progress_bar, owner.progress_bar))
@@ -168,47 +168,47 @@ class StepEndCallbacks:
         self._order = getattr(self._pipe.scheduler, "order", 1)
         self._meter.mark_loop_begin()
 
-    def _wants_latents(self, step: int) -> bool:
+    def _wants_latents(self, iteration: int) -> bool:
         """Return whether the whole latents are gathered at the end of an iteration."""
-        if self._gathers_tensors or self._is_watched(step):
+        if self._gathers_tensors or self._is_watched(iteration):
             return True
-        return self._gather_period > 0 and self._is_step_visible(step) and step % self._gather_period == 0
+        return self._gather_period > 0 and self._ends_step(iteration) and iteration % self._gather_period == 0
 
-    def _is_watched(self, step: int) -> bool:
+    def _is_watched(self, iteration: int) -> bool:
         """Return whether the watcher of rank 0 gets the latents of an iteration."""
-        return self._is_step_visible(step) and step // self._order in self._watcher.latents_at
+        return self._ends_step(iteration) and iteration // self._order in self._watcher.latents_at
 
-    def _handle_step_end(self, step: int, timestep: Any, latents: Tensor) -> None:
-        now = self.loop.generation
+    def _handle_step_end(self, iteration: int, timestep: Any, latents: Tensor) -> None:
+        generation = self.loop.generation
         text = None
         references = 0
-        # Each branch of guidance has its own layout; the first one counts.
-        if now.layouts:
-            layout = next(iter(now.layouts.values())).layout
+        # Each branch of guidance has its own layout; the report takes the first one.
+        if generation.layouts:
+            layout = next(iter(generation.layouts.values())).layout
             text = layout.text
             references = layout.count_reference_tokens()
-        computed = not now.is_forecast and now.schedule.computes_references(now.micro_step.step)
-        self._meter.record_step_end(now.memory.key_bytes, text, references, computed=computed)
-        if self.decodes_alone and step == self._num_iterations - 1:
+        computed = not generation.is_forecast and generation.schedule.computes_references(generation.micro_step.step)
+        self._meter.record_step_end(generation.memory.key_bytes, text, references, computed=computed)
+        if self.decodes_alone and iteration == self._num_iterations - 1:
             note_local_work()
-        if not self._is_step_visible(step):
+        if not self._ends_step(iteration):
             return
-        number = step // self._order
+        step = iteration // self._order
         if self._bar is not None:
             self._bar.update()
         if self._watcher.on_step is not None:
             num_steps = -(-self._num_iterations // self._order)
-            self._watcher.on_step(number, num_steps)
-        if self._watcher.on_latents is not None and self._is_watched(step) and self._mesh.rank == 0:
-            self._watcher.on_latents(number, latents)
-        if self._legacy is not None and step % self._legacy_period == 0:
-            self._legacy(number, timestep, latents)
+            self._watcher.on_step(step, num_steps)
+        if self._watcher.on_latents is not None and self._is_watched(iteration) and self._mesh.rank == 0:
+            self._watcher.on_latents(step, latents)
+        if self._legacy is not None and iteration % self._legacy_period == 0:
+            self._legacy(step, timestep, latents)
             self.loop.forget_remembered()
 
-    def _is_step_visible(self, step: int) -> bool:
-        """Return whether the stock pipelines show this iteration. They show all, or every second one with two-stage
-        schedulers."""
-        return step == self._num_iterations - 1 or (step + 1) % self._order == 0
+    def _ends_step(self, iteration: int) -> bool:
+        """Return whether an iteration ends a step, so that stock pipelines show it: every second one does with
+        two-stage schedulers, otherwise each."""
+        return iteration == self._num_iterations - 1 or (iteration + 1) % self._order == 0
 
     def _handle_micro_step_end(self, pipe: Any, _: int, timestep: Any, tensors: CallArguments) -> CallArguments:
         step = self.loop.closing_step

@@ -141,7 +141,7 @@ class Composition:
 
     @property
     def trace(self) -> GenerationTrace:
-        """Return the trace, with a record of the call if it was asked for."""
+        """Return the trace, which is empty unless the call asked for one."""
         return self.mesh.traffic.trace
 
     @property
@@ -151,14 +151,14 @@ class Composition:
 
     @property
     def calls_whole_model(self) -> bool:
-        """Return whether nothing inside the model is touched."""
+        """Return whether no hook is on anything inside the model."""
         return isinstance(self.block_hooks, CallCountHooks)
 
     @property
     def model_caches(self) -> list[ModelCache]:
         """Return the caches of the pipeline's models. They may come and go between calls.
 
-        They include models that every rank calls whole, such as a model for the branch without a prompt.
+        They include caches of models that every rank calls whole, such as one for the branch without a prompt.
         """
         caches: dict[nn.Module, ModelCache] = {}
         for part in list_pipeline_parts(self.pipe).values():
@@ -181,7 +181,7 @@ class Composition:
             reason = reason or explain_offload_refusal(self.block_hooks.models)
         reader = "" if self.recorder is None else "cuda_graphs=True"
         reason = reason or explain_manager_refusal(self.pipe, self.device, reader)
-        # With a serial plan the call runs without the weights of other stages.
+        # With a serial plan, a call that cannot stream weights runs serially instead.
         if self.serial_plan is None:
             reason = reason or self.explain_streaming_refusal()
         return reason
@@ -274,7 +274,7 @@ class Composition:
             # The user's code on a VAE may let images see each other.
             vae = getattr(self.pipe, "vae", None)
             decodes_apart = self.trusts_code or not isinstance(vae, nn.Module) or not list_user_code(vae)
-            # These go around the hooks of blocks, so that the model sees only this rank's part of the batch.
+            # The batch goes around the hooks of blocks, so that the model sees only this rank's part of it.
             batch.install_batch_hooks(stack, self.pipe, self.loop.generation, first=first, decodes_apart=decodes_apart)
             self.loop.forecasts = self._surround_calls(stack, batch, call)
             # The loop comes last and is undone first: after an error it cleans up while all hooks are still there.
@@ -283,7 +283,7 @@ class Composition:
             self.loop.install_scheduler_hooks(stack, self.pipe, self.models, batch, callbacks)
             try:
                 yield self.loop
-            except StoppedError:  # between two calls of the model
+            except StoppedError:  # between two calls of the model, when all tapes are complete
                 raise
             except BaseException:
                 # An unfinished or failed tape is useless.
@@ -291,15 +291,15 @@ class Composition:
                 raise
 
     def _install_host_frames(self, stack: ExitStack, call: CallArguments) -> None:
-        """Decode to the host's memory if a call returns images of the host anyway."""
+        """Decode into the host's memory if the call returns PIL images or NumPy arrays anyway."""
         parameter = list_call_parameters(self.pipe).get("output_type")
         output_type = call.get("output_type", getattr(parameter, "default", None))
-        # Frames of several replicas travel between devices.
+        # Several replicas send frames from device to device.
         if output_type in ("pil", "np") and self.plan.data == 1:
             install_host_frames(stack, getattr(self.pipe, "vae", None))
 
     def prepare_recorder(self, *, traced: bool) -> bool:
-        """Inspect the models before a call. Return whether this rank may record calls of them."""
+        """Inspect the models before a call. Return whether this rank may record their calls."""
         if self.recorder is None:
             return False
         self.recorder.caches = {cache.transformer: cache for cache in self.block_caches}
@@ -342,7 +342,7 @@ class Composition:
         loop = self.loop
         names: dict[nn.Module, str] = {}
         stages: dict[nn.Module, int] = {}
-        # A cache knows only blocks, so these get names and stages here. Both models are cut into stages alike.
+        # A cache knows a block, not its name or stage. Both models are cut into stages alike.
         for hooks in self.block_hooks.models:
             names |= {hook.block: hook.name for hook in hooks.chain}
             for stage, blocks in enumerate(self.stages):
@@ -361,7 +361,7 @@ class Composition:
                 if loop.num_images is None:
                     return None
                 return batch.num_images
-            # Stale keys belong to the whole batch, so an image cannot be skipped alone.
+            # Stale keys belong to the whole batch, so one image cannot be skipped without the others.
             if self.plan.attends_to_stale_keys:
                 return None
             return loop.num_images
@@ -385,7 +385,7 @@ class Composition:
             agreement.close_channels()
 
     def _surround_calls(self, stack: ExitStack, batch: DataCfgBatch, call: CallArguments) -> LoopForecasts | None:
-        """Put caches of whole calls around the models until the stack is closed. None if there are none."""
+        """Wrap models in their caches of whole calls until the stack is closed. Returns None without such caches."""
         caches = [cache for cache in self.model_caches if isinstance(cache, CallCache)]
         if not caches:
             return None
@@ -396,7 +396,7 @@ class Composition:
         forecasts = LoopForecasts(
             caches, self.loop.generation, lambda: self.pipefusion.is_last_stage, agreement, batch.num_images
         )
-        # These go around the batch, because a skipped call exchanges no rows.
+        # The caches go around the batch, because a skipped call exchanges no rows.
         for cache in caches:
             # The forecasts decide before the model is called, so the clock has nothing to do then.
             stack.enter_context(cache.use_clock(None))
@@ -414,7 +414,7 @@ class Composition:
 
 
 class LayerAttentionBuilder:
-    """Builds the attention of each layer from the strategies that divide tokens: exchange of heads, keys, kernel.
+    """Builds the attention of each layer from an exchange of heads, a source of keys and a kernel.
 
     Args:
         loop: knows the current generation.
@@ -441,7 +441,7 @@ class LayerAttentionBuilder:
         self.records = False
         self._plan = plan
         self._mesh = mesh
-        self._now = loop.generation
+        self._generation = loop.generation
         self._kernel = kernel
         self._warmup_group = warmup_group
         self._checks = options.checks
@@ -475,7 +475,9 @@ class LayerAttentionBuilder:
         if kernel is None:
             kernel = DiffusersKernel(backend) if through_dispatch else NATIVE
         keys = self._build_layer_keys(layer, kernel)
-        return AttentionCore(self._now, self._build_exchange(layer), keys, self._masks, kind=kind, turn=self._turn)
+        return AttentionCore(
+            self._generation, self._build_exchange(layer), keys, self._masks, kind=kind, turn=self._turn
+        )
 
     def _build_exchange(self, layer: str) -> HeadExchange:
         axis = self._mesh["ulysses"]
@@ -484,19 +486,19 @@ class LayerAttentionBuilder:
         weights = self._plan.head_weights
         if axis.num_ranks == 1:
             return HeadExchange()
-        find_bases = functools.partial(self._now.find_bases, layer)
+        find_bases = functools.partial(self._generation.find_bases, layer)
         if self._plan.async_ulysses:
-            return OverlappedUlysses(axis, traffic, find_bases, self._now, uneven=uneven, weights=weights)
+            return OverlappedUlysses(axis, traffic, find_bases, self._generation, uneven=uneven, weights=weights)
         return UlyssesExchange(axis, traffic, find_bases, uneven=uneven, weights=weights)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
         """Build the source of a layer's keys: fresh keys, keys of other ranks, or stale keys."""
-        now = self._now
+        generation = self._generation
         traffic = self._mesh.traffic
         distrifusion = self._mesh["distrifusion"]
         if distrifusion.num_ranks > 1:
-            return DistriFusionKeys(now, layer, distrifusion, kernel, traffic, check=self._checks)
-        find_bases = functools.partial(now.find_bases, layer)
+            return DistriFusionKeys(generation, layer, distrifusion, kernel, traffic, check=self._checks)
+        find_bases = functools.partial(generation.find_bases, layer)
         gather: AxisGather | None = None
         for axis in (self._mesh["ring"], self._mesh["gather"]):
             if axis.num_ranks > 1:
@@ -507,10 +509,10 @@ class LayerAttentionBuilder:
         keys: KeySource = fresh
         # A single patch needs no keys from the previous step.
         if self._plan.num_patches > 1:
-            keys = self.stale_keys(now, layer, kernel, fresh, gather, check=self._checks)
+            keys = self.stale_keys(generation, layer, kernel, fresh, gather, check=self._checks)
         # This source goes around the others, and replaces them in the steps that the group computes.
         if self._warmup_group is not None:
-            keys = WarmupGroupKeys(now, layer, self._warmup_group, kernel, keys)
+            keys = WarmupGroupKeys(generation, layer, self._warmup_group, kernel, keys)
         return keys
 
 
@@ -558,7 +560,6 @@ def compose_strategies(
     weights, sharded, offload = _take_own_weights(pipe, block_hooks, encoders, stages, plan, device, mesh, options)
     joint = block_hooks.anatomy.joint
     pipefusion = PipeFusion(mesh, stages[mesh.stage_index], plan, joint, sharded.streams, warmup_group)
-    # The loop drives the stage, and attention asks the loop for the current generation.
     kept_buffers = None if options.recorder is None else options.recorder.kept_buffers
     may_change = _may_change(block_hooks)
     loop = Loop(
@@ -600,7 +601,7 @@ def _take_own_weights(
     mesh: Mesh,
     options: CompositionOptions,
 ) -> tuple[Weights, ShardedTransformer, BlockOffload | None]:
-    """Take the weights held by other ranks out of the models, and move the others to the device.
+    """Take the weights held by other ranks out of the models, and move the rest to the device.
 
     Returns:
         The weights of the undivided transformer, this rank's share, and the `BlockOffload` if the plan asks for one.
@@ -613,7 +614,7 @@ def _take_own_weights(
             shards.append(_match_shard(hooks, plan, mesh["tensor"], keep=keep))
     own = stages[mesh.stage_index]
     weights = block_hooks.claim_blocks(own, keep=keep, shard=(mesh["tensor"].index, plan.list_tensor_weights()))
-    # These come before the guards of tensor parallelism, which surround them and run first.
+    # These guards come before those of tensor parallelism, which surround them and run first.
     if plan.divides_blocks:
         block_hooks.guard_saving()
     # With split_scheme=row the model itself sums over the ranks, even if the pipeline is called directly on all ranks.
@@ -718,8 +719,8 @@ def move_pipeline(pipe: Any, device: torch.device) -> None:
             continue
         # `pipe.to` asks each part for its dtype before it moves the parts, and a plain module of torch has no dtype.
         has_plain_module = has_plain_module or not hasattr(part, "dtype")
-        # A ComponentsManager of diffusers moves its parts itself.
         tensors = (*part.parameters(), *part.buffers())
+        # A ComponentsManager of diffusers moves its parts itself.
         if name not in offloaded and any(tensor.device != device for tensor in tensors):
             away.append(part)
     if offloaded or has_plain_module:
@@ -750,8 +751,7 @@ def check_pipeline(pipe: Any) -> None:
 
 
 def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> TransformerHooks:
-    """Build the hooks for the models of a pipeline, and check that a plan can divide them, before anything is
-    touched."""
+    """Build the hooks of a pipeline's models before it is touched, and check that the plan can divide them."""
     calls_whole_model = plan.divides_the_batch_alone and options.attention is None
     support.check_plan_fits_loop(pipe, plan)
     block_hooks: TransformerHooks | None = None
@@ -800,7 +800,7 @@ def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> Tr
 
 
 def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, mesh: Mesh) -> tuple[Plan, Plan | None]:
-    """Return the plan without warmup_mode=auto, and the plan of calls without its warmup group."""
+    """Return the plan with a mode in place of auto, and the plan for calls that its warmup group cannot serve."""
     shared = plan.resolve_warmup()
     serial = plan.resolve_warmup(streams=False)
     # The plan names a mode, or `auto` has none to choose from.
@@ -828,7 +828,7 @@ def _build_warmup_group(
             f"warmup_mode=sequence: {type(pipe).__name__} calls two models in turns; use serial or pipelined"
         )
     weight_stream = WeightStream(block_hooks, stages, mesh)
-    # In a synchronous step these run in place of the blocks of other stages.
+    # In a synchronous step, streamed blocks run in place of the blocks of other stages.
     block_hooks.replacement_blocks = weight_stream.streamed_blocks
     return WarmupGroup(mesh, block_hooks, stages[mesh.stage_index], weight_stream, may_rest=may_rest)
 

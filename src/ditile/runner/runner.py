@@ -179,7 +179,7 @@ class Runner:
         return self._composition
 
     def _use_pipeline(self, pipe: Any, pipeline_class: type) -> None:
-        """Run a pipeline of a class in all later calls."""
+        """Run a pipeline in all later calls, by the `__call__` of a class."""
         self.pipe = pipe
         self._pipeline_class = pipeline_class
         self._pipes[pipeline_class.__module__, pipeline_class.__name__] = (pipe, pipeline_class)
@@ -202,7 +202,7 @@ class Runner:
         """Generate an image, with the arguments and the result of `pipe(...)`.
 
         Args:
-            output: as in `pipe(..., output=...)` for a modular pipeline; for others it is a name of `output_on`.
+            output: as in `pipe(..., output=...)` for a modular pipeline; for others it is another name for `output_on`.
             output_on: "all" gives every rank the result; "first" decodes only on rank 0, and the others get None.
             watch: is called at the ends of steps. It does not change the image.
 
@@ -223,16 +223,16 @@ class Runner:
         try:
             if self._composition is None:
                 self._derive_and_divide(args, kwargs)
-            name = "output_on"
+            output_name = "output_on"
             # In modular pipelines `output` has another meaning.
             if output is not None and is_modular(self.pipe):
                 kwargs["output"] = output
             elif output is not None:
-                name = "output"
+                output_name = "output"
                 output_on = output
             # Sort the steps, so that all ranks compare the same text.
             options = {"output_on": output_on, "latents_at": sorted(getattr(watch, "latents_at", ())) or None}
-            call = self._agree_on_call(args, kwargs, name, options, watch)
+            call = self._agree_on_call(args, kwargs, output_name, options, watch)
             self._check_call_fits_plan(call)
             try:
                 return self._run_pipeline(call, output_on, watch)
@@ -285,13 +285,13 @@ class Runner:
         one.
 
         Args:
-            kind: a class of diffusers, or the first pipeline's.
+            kind: a pipeline class of diffusers, or the first pipeline's class.
 
         Returns:
-            The pipeline, as `pipe`.
+            The new pipeline, which is now `pipe`.
 
         Raises:
-            ModelError: if the class needs other components or calls other models, or cannot be divided so.
+            ModelError: if the class needs other components, calls other models, or cannot be divided.
             PlanError: if the plan does not fit the class.
             StateError: if a call is running, or the runner was restored.
         """
@@ -355,7 +355,7 @@ class Runner:
         self._restored = True
 
     def _check_restorable(self) -> None:
-        """Check that the weights can be restored. Raises `StateError` if some were freed, or no longer fit the rest."""
+        """Check that the weights can be restored. Raises `StateError` if some were freed or changed."""
         if self._parts.encoders.has_freed_encoders:
             raise StateError("the text encoders were freed; reload the pipeline, or use text_after='offload'")
         if not self.plan.divides_weights:
@@ -364,13 +364,13 @@ class Runner:
             raise StateError(
                 "the weights of the other stages were freed; reload the pipeline, or use keep_weights=True"
             )
-        now = self._describe_weights()
-        # LoRAs come first, as they rename parameters.
-        for name in sorted(now | self._weights, key=lambda name: "LoRA" not in name):
+        state = self._describe_weights()
+        # LoRAs come first: they rename parameters, and the error should name the LoRA.
+        for name in sorted(state | self._weights, key=lambda name: "LoRA" not in name):
             before = self._weights.get(name)
-            if now.get(name) != before:
+            if state.get(name) != before:
                 raise StateError(
-                    f"{name} changed from {before} to {now.get(name)} since parallelize, but not in the blocks that "
+                    f"{name} changed from {before} to {state.get(name)} since parallelize, but not in the blocks that "
                     "were kept aside; set it back to what it was, or reload the pipeline"
                 )
 
@@ -406,7 +406,7 @@ class Runner:
             write_chrome_trace(path, [list(itertools.starmap(TraceEvent, rank_events)) for rank_events in everyone])
 
     def job(self) -> PlannedCall | None:
-        """Return the last call in numbers, or one with the defaults before the first; None without a `CallFamily`."""
+        """Return the numbers of the last call, or of a default call before the first; None without a `CallFamily`."""
         parts = self._composition
         if parts is None or parts.family is None:
             return None
@@ -493,9 +493,9 @@ class Runner:
             hide_block_tracebacks(stack)
             loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first_only))
             ends.loop = loop
-            # These go around the strategies, so that a watcher gets the latents of all images, not only a replica's.
+            # The checks go around the strategies, so that `on_decode` gets the latents of all images, not a replica's.
             decodes.install_checks(stack, self.pipe)
-            # The first rank of each replica decodes its images, or every rank decodes its rows.
+            # A whole VAE decodes on the first rank of each replica; otherwise every rank decodes its rows.
             if first_only and mesh.image.index != 0 and self.plan.vae == "whole":
                 if is_modular(self.pipe):
                     skip_decode_blocks(stack, self.pipe)
@@ -535,7 +535,7 @@ class Runner:
             return bind()
 
         def describe(call: CallArguments) -> JsonObject:
-            # The class comes first, because the first difference is named.
+            # The class comes first, because the error names the first difference.
             described = digest.describe_call({"pipeline": self._pipeline_class.__name__} | call | options)
             described |= digest.describe_state(self.pipe, parts.device)
             described["cache"] = []
@@ -587,7 +587,7 @@ class Runner:
         self._advise_once(describe_own_rows(self._parts.model, self.plan))
         if self.mesh.rank == 0:
             self._advise_once(describe_cut_prompts(self.pipe, read_call_values(call)))
-        # Whole models on whole images honour all calls.
+        # A rank that runs the whole model on whole images honours all calls.
         if not self._parts.calls_whole_model:
             self._check_call(call)
         return call
@@ -603,7 +603,7 @@ class Runner:
         iterations = self._count_iterations(call)
         plan = self.plan
         partial = plan.attends_to_stale_keys or plan.pipefusion > 1
-        # Without patches, or without stale steps, each prediction is of one step as a whole.
+        # Without patches or stale steps, all parts of a prediction are of the same step.
         is_fresh = not partial or plan.num_patches == 1 or not plan.has_stale_steps(iterations)
         has_blocks = bool(self._parts.block_hooks.chain)
         reasons = [
@@ -699,7 +699,7 @@ def _agree_on_result(
 ) -> tuple[Result, list[JsonObject]]:
     """Run a function, and gather a description of its result from each rank. If one rank raises, all ranks raise.
 
-    If all agree, groups in which a call of any rank has failed are given up.
+    If all ranks agree, process groups in which a call has failed on any rank are given up.
 
     Raises:
         StateError: if "call" or "loras" of the descriptions differ.
@@ -731,7 +731,7 @@ def _agree_on_result(
         for name, value in theirs.get("loras", {}).items():
             owner, value_of_owner = owners.setdefault(name, (rank, value))
             _check_same_value(name, rank, value, owner, value_of_owner)
-    # Messages of the failed call may still be under way.
+    # Messages of a failed call may still be under way in the old groups.
     if any(theirs["is_spoiled"] for theirs in everyone):
         mesh.groups.begin_epoch()
     return result, everyone
@@ -814,7 +814,7 @@ def parallelize(
             or are freed for good, after which calls need prompt embeddings and `restore` refuses.
         attention: the diffusers name of the kernel for all attention that ditile computes; by default the pipeline's.
         compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks;
-            "auto" does so on CUDA, where a class of blocks is at most 4 graphs, and otherwise says why not.
+            "auto" does so on CUDA if a class of blocks makes at most 4 graphs, and otherwise logs why not.
         cuda_graphs: record calls of the model as CUDA graphs, with the messages between them, and play them in later
             steps: the host starts graphs instead of kernels. Keys and values keep their memory between calls. Calls
             that cannot be recorded run as before. No two GPUs have run it yet (docs/gpu.md). The environment
@@ -824,15 +824,14 @@ def parallelize(
         example: the arguments of a call of the pipeline, from which an unknown transformer is derived if ditile cannot
             make arguments up, for example without a text encoder. By default the first call's arguments are used, and
             until then the pipeline is whole on every rank.
-        trust_code: whether hooks, forwards and processors of the user's on the models may see parts of a call: some
-            of its tokens, images, branches of guidance or heads, or the blocks of one stage. By default a call with
+        trust_code: whether the user's hooks, forwards and processors on the models may see parts of a call: some of
+            its tokens, images, branches of guidance or heads, or the blocks of one stage. By default a call with
             such code is refused under a plan that divides it.
 
     Raises:
-        PlanError: if `plan` is not a `Plan`, does not use all ranks or does not fit the model, or the device is not
-            here.
-        ModelError: if `pipe` is not a pipeline or cannot be divided so, the kernel is unsuitable, or `cuda_graphs` has
-            an unknown value.
+        PlanError: if an argument has another type, the plan does not use all ranks or does not fit the model, the
+            device is not on this machine, or `cuda_graphs` fits neither device nor plan.
+        ModelError: if `pipe` is not a pipeline or cannot be divided by the plan, or the kernel is unsuitable.
         StateError: if an earlier runner cut the pipeline's weights, and was not restored. Runners of whole weights may
             share a pipeline.
         JoinError: if torchrun's ranks cannot connect to each other. After any of these errors nothing has changed.
@@ -893,7 +892,7 @@ def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> 
 
 
 def build_recorder(setting: bool, plan: Plan, device: torch.device) -> RecordedSteps | None:
-    """Build the recorder of a plan's model in CUDA graphs; None if nothing is to be recorded.
+    """Build the recorder of a model's calls as CUDA graphs; None if nothing is to be recorded.
 
     Raises:
         PlanError: if `setting` is True, and the device has no graphs or weights do not stay where they are.
