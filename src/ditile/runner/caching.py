@@ -93,8 +93,8 @@ def enable_cache(
     Args:
         pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` with
             the location of its blocks. A new cache replaces the present one.
-        cache_config: a `FittedScheduleConfig`, or a config of another method to leave out whole calls of the model or,
-            like `DBCacheConfig`, blocks; or a line as in `--cache`, such as "F=1 W=4 R=0.12". The default is a
+        cache_config: a config of a method that leaves out whole calls of the model, such as `FittedScheduleConfig`, or
+            blocks, such as `DBCacheConfig`; or a line as in `--cache`, such as "F=1 W=4 R=0.12". The default is a
             `DBCacheConfig` with an eighth of the blocks as its probe, or no cache if one of the last three arguments is
             given.
         calibrator_config: forecasts the outputs of skipped blocks; None reuses the last computed ones.
@@ -111,7 +111,7 @@ def enable_cache(
     Raises:
         ModelError: if the blocks are not known and cannot be found, a setting does not fit them, or a kernel or type of
             quantization is not available here. Nothing was changed then.
-        PlanError: if the ranks cannot be divided so.
+        PlanError: if `parallelism_config` does not fit the ranks.
 
     Warns:
         IdleCacheWarning: if no block can be skipped under these settings.
@@ -152,7 +152,7 @@ def enable_cache(
             for owner in (pipe, *transformers):
                 override_attribute(enabled.stack, owner, _ENABLED, enabled)
     except BaseException:
-        # After a refusal the earlier cache stays enabled.
+        # After a refusal, enable the earlier caches again.
         for before in earlier:
             enable_cache(*before.arguments)
         raise
@@ -421,28 +421,28 @@ def _build_caches(
     assert config is None or isinstance(config, BlockCacheConfig)
     if isinstance(modifiers, ParamsModifier):
         modifiers = [modifiers]
-    for model in adapted:
-        transformer = model.transformer
-        num_blocks = sum(len(block_list.blocks) for block_list in model.lists)
+    for adapter in adapted:
+        transformer = adapter.transformer
+        num_blocks = sum(len(block_list.blocks) for block_list in adapter.lists)
         own_config = config or DBCacheConfig(Fn_compute_blocks=max(1, round(num_blocks / 8)))
-        row = find_model_entry(transformer)
-        if row.mirrored and isinstance(own_config, DBCacheConfig):
-            first = own_config.Fn_compute_blocks
-            if own_config.Bn_compute_blocks > first:
+        entry = find_model_entry(transformer)
+        if entry.mirrored and isinstance(own_config, DBCacheConfig):
+            probe = own_config.Fn_compute_blocks
+            if own_config.Bn_compute_blocks > probe:
                 raise ModelError(
                     f"Bn_compute_blocks={own_config.Bn_compute_blocks}: the last blocks of {type(transformer).__name__}"
-                    f" read what the first ones return, of which {first} are computed; try Bn_compute_blocks={first}"
+                    f" read what the first ones return, of which {probe} are computed; try Bn_compute_blocks={probe}"
                 )
-        own_modifiers = list(modifiers or model.params_modifiers)
+        own_modifiers = list(modifiers or adapter.params_modifiers)
         cache = build_transformer_cache(
-            transformer, model.lists, own_config, calibrator, own_modifiers, has_rows=row.has_rows
+            transformer, adapter.lists, own_config, calibrator, own_modifiers, has_rows=entry.has_rows
         )
         caches.append(cache)
     return caches
 
 
 def _list_later_shares(model: nn.Module) -> Collection[str]:
-    """Return the modules of which this rank has a share of the weights, unless it is the first share."""
+    """Return the modules whose weights begin on another rank; none if this rank has the first share."""
     share = find_share(model)
     if share is None or share.cuts.index == 0:
         return ()
@@ -467,7 +467,7 @@ def _install_caches(
     config: CacheConfig | None,
     runner: Runner | None,
 ) -> None:
-    """Install the caches. Calls of the pipeline, unless it was divided, become calls of a runner of one rank."""
+    """Install the caches. If the pipeline was not divided, its calls become calls of a runner of one rank."""
     if not caches:
         return
     clock = None
@@ -532,7 +532,7 @@ def _call_with_clock(
     steps = call.arguments.get("num_inference_steps")
     strength = call.arguments.get("strength")
     if isinstance(steps, int) and isinstance(strength, float):
-        # A loop from an image makes the last steps of its schedule.
+        # A loop that starts from an image runs only the last steps of its schedule.
         steps = max(1, int(steps * strength))
     clock.restart_clock(steps if isinstance(steps, int) else None)
     for cache in caches:

@@ -1,6 +1,6 @@
 """Takes the configs of diffusers' `model.enable_parallelism`, for any pipeline of ditile.
 
-diffusers divides classes that have a table of theirs (`_cp_plan`, `_tp_plan`); ditile derives what it divides.
+diffusers divides only classes that have a table (`_cp_plan`, `_tp_plan`); ditile derives what it divides.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ditile.plan.single_calls import choose_call_plan
 from ditile.runner.runner import Runner, parallelize
 from ditile.runner.transformer_calls import build_transformer_calls
 
-# By names, as not every release of diffusers that is supported has all of these classes.
+# Names, because not every supported release of diffusers has all of these classes.
 NAMES = ("ParallelConfig", "ContextParallelConfig", "TensorParallelConfig")
 DEGREES = {"ring_degree": "ring", "ulysses_degree": "ulysses", "tp_degree": "tensor"}
 """Field of a config -> the degree of a plan."""

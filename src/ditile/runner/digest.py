@@ -1,6 +1,6 @@
 """A call and the state of a pipeline as short JSON that ranks compare: equal JSON means an equal image.
 
-Values are fingerprints of their numbers.
+Each value is given as a fingerprint of its numbers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def describe_state(pipe: Any, device: torch.device) -> JsonObject:
 def describe_loras(components: Mapping[str, Any]) -> dict[str, str]:
     """Describe how this rank uses LoRAs: in each block, and in each list or model whose layers all use a LoRA alike.
 
-    Ranks have some blocks in common, and others not; keys that only one of two ranks has say nothing.
+    Two ranks may have only some blocks in common, so only keys that both have can be compared.
     """
     described: dict[str, str] = {}
     layers_of_blocks: dict[str, list[str]] = {}
@@ -81,11 +81,11 @@ def describe_loras(components: Mapping[str, Any]) -> dict[str, str]:
                 values.pop(item, None)
             described[f"config of LoRA {lora} in {name}"] = str(fingerprint(values, "numbers"))
         for path, layer in model.named_modules():
-            places = f"{name}.{path}".split(".")
+            segments = f"{name}.{path}".split(".")
             for lora, use in _iterate_lora_uses(layer):
-                layers_of_blocks.setdefault(_name_block(places), []).append(f"{path} {lora} {use}")
+                layers_of_blocks.setdefault(_name_block(segments), []).append(f"{path} {lora} {use}")
                 uses.setdefault(f"LoRA {lora} in {name}", set()).add(use)
-                uses.setdefault(f"LoRA {lora} in {'.'.join(places[:2])}", set()).add(use)
+                uses.setdefault(f"LoRA {lora} in {'.'.join(segments[:2])}", set()).add(use)
     for place, uses_in_place in uses.items():
         if len(uses_in_place) == 1:
             described[place] = uses_in_place.pop()
@@ -94,20 +94,20 @@ def describe_loras(components: Mapping[str, Any]) -> dict[str, str]:
     return described
 
 
-def _name_block(places: Sequence[str]) -> str:
+def _name_block(segments: Sequence[str]) -> str:
     """Return the model, list and block in a path such as transformer.blocks.3.attn.to_q."""
     # The layers of text encoders are in lists further down.
-    for index, place in enumerate(places):
-        if place.isdecimal():
-            return ".".join(places[: index + 1])
-    return ".".join(places[:3])
+    for index, segment in enumerate(segments):
+        if segment.isdecimal():
+            return ".".join(segments[: index + 1])
+    return ".".join(segments[:3])
 
 
 def _iterate_lora_uses(layer: Any) -> Iterator[tuple[str, str]]:
     """Yield the name and use of each adapter of a peft layer, in words that do not depend on the factors' rank."""
     if not hasattr(layer, "merged_adapters"):
         return
-    # LoRA and its relatives have a factor; others, such as IA3, have none. An alpha of a file is a tensor.
+    # LoRA and its relatives have an alpha; others, such as IA3, have none. An alpha from a file is a tensor.
     alphas = getattr(layer, "lora_alpha", getattr(layer, "alpha", {}))
     for name in sorted(layer._get_available_adapters()):
         scale = float(getattr(layer, "scaling", {}).get(name, 1.0))

@@ -12,15 +12,15 @@ from ditile.distributed.recording.tape import Action
 
 
 def has_room_to_capture(device: torch.device, pools_bytes: int, own_pool_bytes: int) -> bool:
-    """Return whether a GPU has room to capture a call and still run later ones by code. Memory for the capture is freed
-    first.
+    """Return whether a GPU has room to capture a call and still run later ones by code. Cached memory is freed if the
+    capture needs it.
 
     Args:
         pools_bytes: the bytes of the pools of all graphs.
         own_pool_bytes: the bytes of the pool that the capture uses.
     """
     allocated = torch.cuda.memory_allocated(device)
-    # A capture takes the same memory as the code of a call, outside of any pool.
+    # A capture needs as much memory as a call run by code, which takes it outside of any pool.
     working = torch.cuda.max_memory_allocated(device) - allocated
     needed = max(0, working - own_pool_bytes)
     free, _ = torch.cuda.mem_get_info(device)
@@ -99,7 +99,7 @@ class GraphSegments:
         with warnings.catch_warnings(record=True) as messages:
             warnings.simplefilter("always")
             graph = self._end()
-        # Between two messages there may be only views.
+        # A segment of only views, between two messages, has no kernel to capture.
         if any("empty" in str(message.message) for message in messages):
             return None
         return graph.replay
@@ -111,9 +111,9 @@ class GraphSegments:
         try:
             self._end()
         except RuntimeError:
-            # A graph that CUDA itself has ended is an error here, and the first error is the one to see.
+            # `capture_end` raises if CUDA itself has ended the graph, but the user should see the first error.
             if torch.__version__.startswith("2.13.0"):
-                # Later releases do so themselves (pytorch#190348).
+                # Later releases release the pool themselves (pytorch#190348).
                 torch._C._cuda_releasePool(self._device.index, self._pool)
 
     @property

@@ -1,4 +1,4 @@
-"""Loads a pipeline by the name of a bundled model, from a folder, or from the hub. Safetensors only.
+"""Loads a pipeline by the name of a bundled model, from a folder, or from the hub, but never from pickles.
 
 Under a plan a rank reads only its share of the weights (docs/loading.md): its part of the transformer and the text
 encoders, and the other models whole. To read part of a model, it builds the model as diffusers does, but without
@@ -126,7 +126,7 @@ class Component(NamedTuple):
         return bool(method == "torchao" or (method == "bitsandbytes" and self.quantization.get("load_in_4bit")))
 
     def is_divided(self, plan: Plan, rank: int) -> bool:
-        """Return whether a rank of a plan reads a part of it. Other components are read whole."""
+        """Return whether a rank of a plan reads only part of the component. Other components are read whole."""
         if DENOISER_NAME.fullmatch(self.name):
             return plan.divides_blocks
         return self.name.startswith("text_encoder") and _choose_placement(plan, rank) != WHOLE
@@ -159,12 +159,12 @@ def load(
         transformer: a file with the weights of the transformer, .safetensors or .gguf, under the names of diffusers,
             ComfyUI or the authors; by default the model's own are read.
         components: files for other components, such as transformer_2 or text_encoder: component -> its file.
-        workflow: the one workflow of a modular pipeline that is loaded, as diffusers names it, such as "t2va" of
-            MiniMax-H3; components that only other workflows use, such as a second transformer, are not read.
+        workflow: the workflow of a modular pipeline to load, as diffusers names it, such as "t2va" of MiniMax-H3;
+            components that only other workflows use, such as a second transformer, are not read.
 
     Raises:
-        ModelError: if the name, the dtype or the pipeline's class is not known, or cannot be divided as planned, or a
-            component needs a package that is not installed.
+        ModelError: if the name, the dtype or the pipeline's class is not known, the plan cannot divide the pipeline,
+            or a component needs a package that is not installed.
         PlanError: if the plan does not fit the model, or does not use all ranks.
         LoadError: if files are missing, corrupt or pickles, or the hub cannot be reached.
     """
@@ -319,7 +319,7 @@ def load_model(
         diffusers nor transformers, or it is a quantized model that only its quantizer can read.
 
     Raises:
-        ModelError, PlanError: if the transformer cannot be divided so.
+        ModelError, PlanError: if the plan cannot divide the component.
         LoadError: if files or weights are missing or corrupt.
     """
     name = component.name
@@ -347,8 +347,8 @@ def load_model(
             return None
         # Without files of a variant diffusers takes the plain ones.
         if variant is not None:
-            names = [own_name for stem in STEMS for own_name in name_weight_files(stem, variant)]
-            if all(component.locate(own_name) is None for own_name in names):
+            file_names = [file_name for stem in STEMS for file_name in name_weight_files(stem, variant)]
+            if all(component.locate(file_name) is None for file_name in file_names):
                 variant = None
         if is_share_read or (is_divided and issubclass(cls, diffusers.ModelMixin)):
             return _load_partial_transformer(component, plan, rank, dtype, variant)
@@ -388,7 +388,7 @@ def find_pipeline_kind(source: ModelSource, workflow: str | None = None) -> Any:
 
     Raises:
         LoadError: if the file cannot be read.
-        ModelError: if a modular pipeline has its own code, or blocks that diffusers lacks.
+        ModelError: if a modular pipeline has its own code or unknown blocks, or another one is given a workflow.
     """
     index = read_model_index(source)
     if MODULAR_MARK in index:
@@ -405,7 +405,7 @@ def find_pipeline_kind(source: ModelSource, workflow: str | None = None) -> Any:
 
 
 def choose_text_workflow(name: str, components: ComponentFiles | None = None) -> str | None:
-    """Return the workflow of a modular pipeline for calls with only a prompt; None if it has a single transformer.
+    """Return a modular pipeline's workflow for calls with only a prompt; None without it, or with one transformer.
 
     Args:
         name, components: as in `load`.
@@ -418,7 +418,7 @@ def choose_text_workflow(name: str, components: ComponentFiles | None = None) ->
     source = find_model_source(name, weights=False, components=components)
     index = read_model_index(source)
     known = find_known_model(name)
-    # The configs of a published model say nothing of what else is beside its weights.
+    # The packaged configs of a published model do not list all its components, but its index on the hub does.
     if MODULAR_MARK in index and known is not None and source == known.folder:
         source = str(known.hub_id)
         index = read_model_index(source)
@@ -431,7 +431,7 @@ def choose_text_workflow(name: str, components: ComponentFiles | None = None) ->
 def load_modular_pipeline(
     source: ModelSource, dtype: torch.dtype, variant: str | None, loaded: Components, workflow: str | None = None
 ) -> Any:
-    """Load a modular pipeline with all components of its blocks. Some of them are loaded already."""
+    """Load a modular pipeline with all components of its blocks, taking from `loaded` the ones that are there."""
     pipe = find_pipeline_kind(source, workflow)
     pipe.register_components(**{name: part for name, part in loaded.items() if name in pipe.component_names})
     for name in pipe.pretrained_component_names:
@@ -520,8 +520,8 @@ def check_component_file(component: Component, file: str) -> ConvertedFile | Non
     """Check a file for `load_component_file` by its header. Raises the errors of that function.
 
     Returns:
-        The tensors of the component; None if it is a model of transformers. The config of the component in the pipeline
-        may be that of another model.
+        The tensors of the component; None if it is a model of transformers. Their config is that of a published model
+        if the file does not fit the component's own.
     """
     cls = component.cls
     if cls is None or not issubclass(cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
@@ -544,7 +544,7 @@ def check_component_file(component: Component, file: str) -> ConvertedFile | Non
 def _load_encoder_file(
     component: Component, file: str, placement: EncoderPlacement, dtype: torch.dtype | None
 ) -> nn.Module:
-    """Load a rank's part of a transformers model with the weights of a file; without a dtype on the meta device."""
+    """Load a rank's part of a transformers model from a weight file; on the meta device if `dtype` is None."""
     cls: Any = component.cls
     folder = component.folder
     if component.quantization:
@@ -574,8 +574,8 @@ def _read_share(
     dtype: torch.dtype,
     row_blocks: Mapping[str, RowBlocks] | None = None,
 ) -> nn.Module:
-    """Read a rank's share into a model without weights. Afterwards it has placeholders for the other blocks."""
-    # diffusers keeps these in float32, regardless of the dtype.
+    """Read a rank's share into a model without weights. The model then has placeholders for the other blocks."""
+    # diffusers keeps these modules in float32, regardless of the dtype.
     keep_fp32 = model._keep_in_fp32_modules or ()
     if not plan.divides_blocks:
         checkpoint = build_checkpoint(model).find_weights(model.state_dict().keys(), place)
@@ -633,7 +633,7 @@ def _build_empty_model(cls: Any, config: Path, dtype: torch.dtype) -> Any:
 
 
 def _has_unsaved_tensors(module: nn.Module) -> bool:
-    """Return whether a module has tensors that are not saved: buffers that are not persistent, plain attributes."""
+    """Return whether a module has tensors that are not saved: non-persistent buffers or plain attributes."""
     # Leave out torch's own tables of saved tensors.
     own = dict(vars(module))
     for name in ("_parameters", "_buffers", "_modules"):
@@ -643,7 +643,7 @@ def _has_unsaved_tensors(module: nn.Module) -> bool:
 
 
 def _locate_component_files(source: ModelSource, name: str) -> LocateFile:
-    """Return a function to locate the files of a component, in a folder or on the hub."""
+    """Return the function that locates the files of a component, in a folder or on the hub."""
     if isinstance(source, Path):
         return locate_in_folder(find_component_folder(source, name))
 
@@ -676,7 +676,7 @@ def check_component_packages(components: Sequence[Component]) -> None:
         if component.library != "transformers":
             continue
         # transformers has a placeholder for a class that lacks a package, or for the video part of a processor. It
-        # tells its `_backends`, and raises when asked for a method.
+        # lists the packages in `_backends`, and raises when asked for a method.
         cls: Any = component.cls
         lacking = getattr(cls, "_backends", ())
         if not lacking and hasattr(cls, "get_attributes") and "video_processor" in cls.get_attributes():
@@ -738,8 +738,8 @@ def match_component_files(
         unlisted: components that the pipeline has and its index does not name.
 
     Returns:
-        For each transformer in a file of its own, or quantized in a folder or the hub's cache, its stored weights; and
-        the config that the file of `transformer` fits.
+        The stored weights of each transformer that is in a file of its own, or quantized in a folder or the hub's
+        cache; and the config that the file of `transformer` fits, or None.
 
     Raises:
         LoadError: if a file or a part of a weight is missing, or does not fit its component.

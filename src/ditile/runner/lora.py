@@ -59,8 +59,8 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
 
     Raises:
         ModelError: if peft is not installed, the pipeline has no loader for LoRAs, the LoRA cannot be read, nothing of
-            it fits the pipeline, the pipeline has no second transformer to load it into, or the plan cuts weights in a
-            way in which it cannot be cut.
+            it fits the pipeline, the pipeline has no second transformer to load it into, or it cannot be cut as the
+            plan cuts the weights.
     """
     require_extra("lora", "a LoRA")
     # `enable_cache` and `quantize` take a runner too.
@@ -114,7 +114,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
 
 
 def _locate_source(source: Any, label: str, kwargs: CallArguments) -> str:
-    """Return the folder or hub id of a LoRA. If the name of its file is known, it is put into the arguments.
+    """Return the folder or hub id of a LoRA. If the name of its file is known, it is put into `kwargs`.
 
     Raises:
         ModelError: if there is no such source, since diffusers would take it for a hub id; for a folder with several
@@ -139,7 +139,7 @@ def _locate_source(source: Any, label: str, kwargs: CallArguments) -> str:
 
 def _choose_weight_name(folder: Path, label: str) -> str:
     """Return the only file of weights in a folder, or the one written by `save_lora_weights`."""
-    # Without hidden files, which systems leave beside others.
+    # Leave out hidden files, which some systems put beside others.
     names = sorted(path.name for path in folder.glob("[!.]*.safetensors"))
     own = [name for name in names if name.endswith(LORA_WEIGHT_NAME_SAFE)] or names
     if len(own) == 1:

@@ -57,7 +57,7 @@ MOST_IN_CONFIGS = {LAYER_COUNTS: 1000, "num_train_timesteps": 10**6}
 """Pattern of a name in a config -> the largest number allowed."""
 MODEL_INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
-"""A folder with one of these two files is a pipeline; the first one counts where both are."""
+"""A folder with one of these two files is a pipeline; if it has both, the first is read."""
 TRANSFORMER = "transformer"
 """The component that a weight file is for if no other is named."""
 DENOISERS = (TRANSFORMER, "transformer_2")
@@ -73,9 +73,9 @@ GGUF = "gguf"
 FORMATS = {".safetensors": SAFETENSORS, ".sft": SAFETENSORS, ".gguf": GGUF}
 """Ending of a file of weights -> its format."""
 MOST_IN_GGUF_HEADER = 30_000
-"""Most values in a GGUF header: models have hundreds, and each takes microseconds to read."""
+"""Most values allowed in a GGUF header: models have hundreds, and each takes microseconds to read."""
 MOST_GGUF_STRINGS = 2_000_000
-"""Most strings in the arrays of a GGUF header, such as vocabularies: skipping these takes tenths of a second."""
+"""Most strings allowed in the arrays of a GGUF header, such as vocabularies: skipping so many takes 0.1 s or more."""
 _GGUF_ERRORS = (
     *(OSError, LookupError, ValueError, TypeError, OverflowError, MemoryError, RecursionError, struct.error),
 )
@@ -89,7 +89,7 @@ and in DeepSeek's files, whose `inv` is no inverse."""
 MOST_SHOWN = 80
 """Most characters of a wrong value that an error quotes."""
 MOST_TENSORS = 30_000
-"""Most tensors in a file: transformers have hundreds, or thousands with experts, and renaming is slow for more."""
+"""Most tensors allowed in a file: transformers have hundreds, or thousands with experts; renaming more is slow."""
 # Endings read by torch.load, which runs code from the file.
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -300,7 +300,7 @@ def check_model_file(file: Path | str, component: str = TRANSFORMER) -> str:
 
 
 def _locate_model(name: str, *, weights: bool) -> ModelSource:
-    """Return the folder or hub id of a model without looking at its files."""
+    """Return the folder or hub id of a model without opening its files."""
     if not name or not isinstance(name, str | Path):
         raise ModelError(_describe_unknown_model(name))
     folder = Path(os.path.expanduser(name))
@@ -310,7 +310,7 @@ def _locate_model(name: str, *, weights: bool) -> ModelSource:
         if weights and known.hub_id is not None:
             return known.hub_id
         folder = known.folder
-    # Unlike the methods of Path, these do not raise for a name that is too long or has a NUL.
+    # Unlike the methods of Path, os.path does not raise for a name that is too long or has a NUL.
     if os.path.isdir(folder):
         if find_index_file(folder) is None:
             raise LoadError(f"{folder} has no model_index.json; give a folder that save_pretrained of a pipeline wrote")
@@ -353,7 +353,7 @@ def find_index_file(folder: Path) -> Path | None:
 
 
 def list_own_components(source: ModelSource, index: JsonObject) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the name and (library, class) of components stored next to a pipeline's index.
+    """Yield the name and (library, class) of each component stored next to a pipeline's index.
 
     Args:
         source: the folder, or the hub id.
@@ -372,7 +372,7 @@ def list_own_components(source: ModelSource, index: JsonObject) -> Iterator[tupl
             hint = location.get("type_hint")
             if isinstance(hint, list) and len(hint) == 2:
                 library, class_name = hint
-            # The index names the component's original location, and by now it may lie next to the index.
+            # The index names the component's original location, but by now the component may lie next to the index.
             place = location.get("pretrained_model_name_or_path")
             is_here = place == source
             if isinstance(source, Path):
@@ -506,11 +506,11 @@ def open_safetensors(path: Path, framework: str) -> Any:
 
 
 def open_gguf(path: Path) -> Any:
-    """Open a GGUF file and read only its header. Its tensors are mapped.
+    """Open a GGUF file and read only its header. Its tensors are memory-mapped.
 
     Raises:
         LoadError: if it is cut short, or has an impossible header.
-        ModelError: if the extra is not installed.
+        ModelError: if the extra `gguf` is not installed.
     """
     require_extra("gguf", str(path))
     import gguf
@@ -528,12 +528,12 @@ def open_gguf(path: Path) -> Any:
             return super()._get_field_parts(orig_offs, raw_type)
 
         def measure_array(self, start: int) -> int:
-            """Return the bytes of an array, without reading its items."""
+            """Return the size of an array in bytes, without reading its items."""
             order = ">" if self.byte_order == "S" else "<"
             content: Any = self.data
             # An array begins with the type of its items in 4 bytes, and their number in 8.
             item_type, count = struct.unpack_from(f"{order}IQ", content, start)
-            place = start + 12
+            offset = start + 12
             if item_type != gguf.GGUFValueType.STRING:
                 item = self.gguf_scalar_to_np[gguf.GGUFValueType(item_type)]
                 return int(12 + count * item().itemsize)
@@ -541,9 +541,9 @@ def open_gguf(path: Path) -> Any:
             if self.num_strings > MOST_GGUF_STRINGS:
                 raise ValueError(f"its header has more than {MOST_GGUF_STRINGS} strings")
             for _ in range(count):
-                (length,) = struct.unpack_from(f"{order}Q", content, place)
-                place += 8 + length
-            return int(place - start)
+                (length,) = struct.unpack_from(f"{order}Q", content, offset)
+                offset += 8 + length
+            return int(offset - start)
 
     try:
         # Mode "c" copies a page when it is written. With read-only memory torch would warn.
@@ -568,11 +568,11 @@ def refuse_missing_weights(names: Collection[str], place: Path) -> None:
 
 
 def check_config_counts(config: JsonObject, path: Path | str) -> None:
-    """Raise `LoadError` for a config with more layers or timesteps than any model. Building it would not end."""
+    """Raise `LoadError` for a config with more layers or timesteps than any model. Building one would not end."""
     for name, value in config.items():
-        for pattern, most in MOST_IN_CONFIGS.items():
+        for pattern, max_count in MOST_IN_CONFIGS.items():
             if re.fullmatch(pattern, str(name)):
-                _check_config_count(name, value, most, path)
+                _check_config_count(name, value, max_count, path)
 
 
 def leave_one_of_each(config: JsonObject) -> dict[str, int]:
@@ -584,12 +584,12 @@ def leave_one_of_each(config: JsonObject) -> dict[str, int]:
     return changes
 
 
-def _check_config_count(name: str, value: Any, most: int, path: Path | str) -> None:
+def _check_config_count(name: str, value: Any, max_count: int, path: Path | str) -> None:
     if isinstance(value, list):
         for item in value:
-            _check_config_count(name, item, most, path)
-    elif is_number(value) and value > most:
-        raise LoadError(f"{path} says {name}={value}, and no model has more than {most}; copy it again")
+            _check_config_count(name, item, max_count, path)
+    elif is_number(value) and value > max_count:
+        raise LoadError(f"{path} says {name}={value}, and no model has more than {max_count}; copy it again")
 
 
 def choose_dtype_name(source: ModelSource, dtype: str | None, *, on_gpu: bool | None = None) -> str:
@@ -629,13 +629,13 @@ def read_json_object(path: Path, kind: type[FileValues] = FileValues) -> JsonObj
     try:
         kind.model_validate(content)
     except ValidationError as invalid:
-        rows = invalid.errors(include_url=False)
-        name = str(rows[0]["loc"][0])
-        own_rows = [row for row in rows if row["loc"][0] == name]
+        faults = invalid.errors(include_url=False)
+        name = str(faults[0]["loc"][0])
+        own_faults = [fault for fault in faults if fault["loc"][0] == name]
         value = content.get(name)
         if len(repr(value)) > MOST_SHOWN:
             value = f"{value!r:.{MOST_SHOWN}}.."
-        raise LoadError(f"{path}: {describe_wrong_value(name, value, own_rows, None)}") from None
+        raise LoadError(f"{path}: {describe_wrong_value(name, value, own_faults, None)}") from None
     return content
 
 

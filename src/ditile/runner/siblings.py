@@ -59,7 +59,7 @@ def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, 
 
 
 def share_settings(pipe: Any, sibling: Any, components: Mapping[str, Any]) -> None:
-    """Give a pipeline the present parts and progress bar of another."""
+    """Give a sibling the present parts and progress bar of a pipeline."""
     for name, part in components.items():
         if name in sibling.components and getattr(sibling, name, None) is not part:
             sibling.register_modules(**{name: part})

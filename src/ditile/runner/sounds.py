@@ -73,7 +73,7 @@ def list_sounds(pipe: Any, result: Any) -> list[Sound]:
 
 
 def find_sample_rate(pipe: Any) -> int:
-    """Find the samples per second of a pipeline's sounds: of its vocoder, itself or its VAE. 0 if none tells it."""
+    """Return the sample rate of a pipeline's sounds, as its vocoder, itself or a VAE tells it; 0 if none does."""
     for owner_name in _OWNERS:
         owner = pipe
         if owner_name is not None:
@@ -86,7 +86,7 @@ def find_sample_rate(pipe: Any) -> int:
 
 
 def encode_wav(sound: Sound, texts: Mapping[str, str]) -> bytes:
-    """Encode a sound as the bytes of a WAV of 16 bits, with texts about how it was made as its comment."""
+    """Encode a sound as a WAV of 16 bits, with texts about how it was made as its comment."""
     require_extra("video", "a WAV", ["av"])
     import av
 

@@ -64,7 +64,7 @@ class TransformerCalls(DiffusionPipeline):
         Args:
             arguments: the arguments of its forward, by name.
             callback_on_prediction: takes each prediction, and returns the arguments of the next call, or None after the
-                last. Calls of one chain install what the plan divides once, and have arguments of the same shapes.
+                last. The calls of one chain install the plan's hooks once, and need arguments of the same shapes.
 
         Returns:
             The last prediction: a tensor, or a list of them if the transformer makes several.
@@ -79,12 +79,12 @@ class TransformerCalls(DiffusionPipeline):
             arguments = following
 
     def _predict(self, arguments: CallArguments) -> Any:
-        # The loop knows the copies of its scheduler that were made before it begins.
+        # Copy the scheduler first: the loop knows only the copies that were made before it begins.
         schedulers = [self.scheduler, *(copy.copy(self.scheduler) for _ in range(1, MAX_PREDICTIONS))]
         self.scheduler.set_timesteps()
         for timestep in self.scheduler.timesteps:
             result = self.transformer(**{**arguments, "return_dict": False})
-            # Kandinsky 5 returns its prediction without a tuple around it; the rows of a tensor are no predictions.
+            # Kandinsky 5 returns its prediction without a tuple; `list` would take the tensor's rows for predictions.
             if isinstance(result, Tensor):
                 result = (result,)
             # Some models make a list with a tensor for each row.
@@ -92,7 +92,7 @@ class TransformerCalls(DiffusionPipeline):
             predictions = [torch.stack(result[0])] if is_listed else list(result)
             if len(predictions) > MAX_PREDICTIONS:
                 raise ModelError(f"{type(self.transformer).__name__} makes {len(predictions)} predictions in a call")
-            # The step brings what other ranks computed.
+            # The scheduler's step gathers what other ranks computed.
             for number, prediction in enumerate(predictions):
                 sample = torch.zeros_like(prediction)
                 stepped = schedulers[number].step(prediction, timestep, sample)[0]

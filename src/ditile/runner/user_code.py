@@ -56,10 +56,10 @@ def explain_code_refusal(parts: Iterable[nn.Module], plan: Plan, steps: int | No
         return None
     for part in parts:
         model = unwrap_compiled(part)
-        is_own = _find_package(type(model)) not in KNOWN_PACKAGES
+        is_user_class = _find_package(type(model)) not in KNOWN_PACKAGES
         for code in list_user_code(part):
             # The classes in a user's own model were proven when it was derived.
-            if code.is_of_class and is_own:
+            if code.is_of_class and is_user_class:
                 continue
             path = f"{type(model).__name__}.{code.path}".rstrip(".")
             return (
@@ -70,7 +70,7 @@ def explain_code_refusal(parts: Iterable[nn.Module], plan: Plan, steps: int | No
 
 
 def describe_own_rows(model: nn.Module, plan: Plan) -> str | None:
-    """Return the assumption of a plan that only divides the batch about a user's own class, or None."""
+    """Return what a plan that only divides the batch assumes of a user's own class, or None."""
     if _find_package(type(model)) in KNOWN_PACKAGES or plan.data * plan.cfg == 1 or not plan.divides_the_batch_alone:
         return None
     return f"{type(model).__name__} is not diffusers' own code: '{plan}' takes it that no row of its batch sees another"
