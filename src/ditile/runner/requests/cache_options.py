@@ -35,7 +35,7 @@ from ditile.plan.plan import AXES, Plan
 from ditile.runner.model_files import DENOISERS, TRANSFORMER
 
 CACHE_FLAGS = {row.flag: row for row in CACHE_WORDS.values() if row.flag}
-"""The fields of `CacheOptions` that are fields of a config."""
+"""Field of `CacheOptions` -> the field of a config that it sets."""
 
 DEGREE_BY_PARALLEL_TYPE = {"tp": "tensor", "ulysses": "ulysses", "ring": "ring"}
 """Value of --parallel-type -> the degree of `Plan`."""
@@ -67,7 +67,7 @@ class LoraChoice(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, known: Collection[str] | None = None) -> LoraChoice:
-        """Parse the text of an option. Without a scale it is 1.
+        """Parse the text of an option. A text without a scale has the scale 1.
 
         Args:
             text: the text of the option.
@@ -93,7 +93,7 @@ class LoraChoice(NamedTuple):
             # The shell does not expand ~ after the = of a flag.
             text = os.path.expanduser(text)
         source, colon, scale_text = text.rpartition(":")
-        # The name of a file may have a colon, and so does one with the letter of a drive.
+        # The name of a file may have a colon, and a path with the letter of a drive has one.
         if not colon or is_source(text) or re.search(r"[/\\]", scale_text):
             return cls(text, 1.0)
         try:
@@ -329,7 +329,7 @@ class CacheOptions(Fields):
         """Collect the values of a `Plan` from its own flags, from --parallel-type, and from --config.
 
         Raises:
-            PlanError: if --parallel-type is given without torchrun, or its ranks cannot be divided so.
+            PlanError: if --parallel-type is given without torchrun, or the other degrees do not divide its ranks.
         """
         parallelism = self._load_config_file().get("parallelism_config")
         values: JsonObject = {}

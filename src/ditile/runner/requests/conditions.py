@@ -1,7 +1,7 @@
 """Conditions: the inputs of a call besides words, such as images, a mask or a video.
 
 What a class takes is read from the parameters of its call; `COMPOSING` lists what only the source of a class says.
-Importing this file imports no torch, which the server never does.
+Importing this file does not import torch, because the server never does.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _repeat(call: CallConditions, image: Any, copies: int | None) -> Any:
     return [image] * copies
 
 
-def check_picture_count(pipeline: str, most: int, count: int) -> None:
+def check_picture_count(pipeline: str, max_count: int, count: int) -> None:
     """Raise `ModelError` for more images than a class takes. A single one is checked with the other arguments."""
-    if count > max(1, most):
-        raise ModelError(f"{pipeline} starts from {max(1, most)} at most, and not from {count} images")
+    if count > max(1, max_count):
+        raise ModelError(f"{pipeline} starts from {max(1, max_count)} at most, and not from {count} images")

@@ -49,7 +49,7 @@ def print_parts(console: Console, parts: Iterable[Table | str]) -> None:
 
 
 def print_tables_and_json(parts: Iterable[Table | str], text: str, json: str | None) -> None:
-    """Print tables and lines for people, and JSON on request. It goes into a file, or with `-` to the standard output.
+    """Print tables and lines for people, and JSON on request, into a file or with `-` to the standard output.
 
     Raises:
         ModelError: if the file cannot be written.

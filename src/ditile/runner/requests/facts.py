@@ -189,7 +189,7 @@ class ModelFacts:
         return 0 if self.edit is None else self.edit.max_pictures
 
     def find_default(self, *names: str) -> Any:
-        """Find the value of an argument, which may have several names, for requests without it."""
+        """Find the value of an argument in requests without it. The argument may have several names."""
         for values in (self.base, self.call.defaults):
             for name in names:
                 if values.get(name) is not None:
@@ -197,7 +197,7 @@ class ModelFacts:
         return None
 
     def count_frames(self, seconds: float, fps: float | None = None) -> int:
-        """Count the frames of a video whose length is nearest to some seconds."""
+        """Return the possible number of frames that is nearest to a length in seconds."""
         frames = seconds * (fps or self.fps)
         return 1 + max(0, round((frames - 1) / self.frames_ratio)) * self.frames_ratio
 
@@ -330,7 +330,7 @@ def count_request_steps(request: GenerateOptions) -> int:
 
 
 def fill_negative_prompt(call: CallArguments) -> CallArguments:
-    """Add an empty negative prompt to a call with a scale of true guidance. Pipelines require one for it."""
+    """Add the empty negative prompt that pipelines require for true guidance, if a call has a scale of it."""
     if "true_cfg_scale" in call:
         return {"negative_prompt": "", **call}
     return dict(call)

@@ -46,7 +46,7 @@ TRUE_CFG = "the same by a second, negative branch, for models whose --guidance i
 
 @options()
 class SourceOptions:
-    """The places of the weights of a command's model."""
+    """The model of a command, and files with weights in place of its own."""
 
     model: ModelName = define_option(
         "shapes-pixart",
@@ -84,7 +84,7 @@ class ModelOptions(SourceOptions):
     width: Pixels | None = define_option(None, "pixels; the model's own size by default")
 
     def to_generate_options(self, **changes: Any) -> GenerateOptions:
-        """Return the options of `ditile generate` with the same values, in the fields that it has.
+        """Return the options of `ditile generate` that have the values of these options.
 
         Args:
             changes: fields with other values.
@@ -246,7 +246,7 @@ class GenerateOptions(CallOptions):
         return drop_missing(values)
 
     def to_call_arguments(self) -> CallArguments:
-        """Return the values under the names of diffusers, without guidance, conditions and the rate.
+        """Return the values under the names of diffusers, without guidance, conditions and the frame rate.
 
         Classes have several names for the seconds of a sound, so `sound_seconds` keeps its name.
         """

@@ -90,7 +90,7 @@ class RunOptions(PlannedOptions, EngineOptions):
                 if written.isdisjoint(inputs):
                     return run
                 number += 1
-        # This is False for a name that no file can have; that is reported when it is opened.
+        # `isdir` is False for a name that no file can have; such a name is refused when it is opened.
         if os.path.isdir(self.out):
             raise ModelError(f"out={self.out!r} is a folder; give a file in it")
         path = Path(self.out)

@@ -58,7 +58,7 @@ def find_model_output(model: str, *, check_packages: bool = False) -> OutputKind
 
 
 def find_output_kind(pipeline: Any) -> OutputKind:
-    """Find what a class of pipelines returns. A class that is not known returns images.
+    """Find what a class of pipelines returns; images for a class that is not known.
 
     Args:
         pipeline: the class, or a modular pipeline; None if it is not known.
@@ -76,7 +76,7 @@ def find_output_kind(pipeline: Any) -> OutputKind:
     if is_modular(pipeline):
         names = [output.name for output in pipeline._blocks.outputs]
     else:
-        # The fields of all output classes in the module of the class.
+        # Take the fields of all output classes in the module of the pipeline's class.
         for cls in vars(sys.modules[pipeline.__module__]).values():
             if isinstance(cls, type) and issubclass(cls, BaseOutput) and dataclasses.is_dataclass(cls):
                 names += [field.name for field in dataclasses.fields(cls)]
@@ -99,7 +99,7 @@ def name_pipeline(pipeline: Any) -> str:
 
 def check_prompt_cleaner(pipeline: Any) -> None:
     """Raise `ModelError` if a class cleans prompts by ftfy, which is not installed. Its call would fail."""
-    # Code that asks `is_ftfy_available` can do without ftfy. It is found by the names that the function uses.
+    # Code that asks `is_ftfy_available` can do without ftfy. The names in the code of `basic_clean` show both.
     clean = getattr(sys.modules.get(getattr(pipeline, "__module__", "")), "basic_clean", None)
     names = getattr(getattr(clean, "__code__", None), "co_names", ())
     if pipeline is None or "ftfy" not in names or "is_ftfy_available" in names:
@@ -151,20 +151,20 @@ def check_num_frames(pipe: Any, call: CallArguments) -> None:
 
     name = find_argument(pipe, FRAME_COUNTS)
     if name is not None and isinstance(call.get(name), int):
-        own = list_call_parameters(pipe)[name].default
-        check_frame_count(type(pipe).__name__, call[name], find_frames_ratio(pipe), own)
+        default = list_call_parameters(pipe)[name].default
+        check_frame_count(type(pipe).__name__, call[name], find_frames_ratio(pipe), default)
 
 
-def check_frame_count(pipeline: str, frames: int, ratio: int, own: Any) -> None:
+def check_frame_count(pipeline: str, frames: int, ratio: int, default: Any) -> None:
     """Raise `ModelError` for a number of frames that a causal VAE cannot make. It makes one frame, and then
     groups of `ratio` frames.
 
     Args:
         pipeline: the name of the class.
-        own: the default of the class, which is always allowed: some classes make more frames, and cut them off.
+        default: the class's default, which is always allowed: some classes make more frames, and cut them off.
     """
     too_many = (frames - 1) % ratio
-    if frames == own or too_many == 0:
+    if frames == default or too_many == 0:
         return
     below = frames - too_many
     raise ModelError(

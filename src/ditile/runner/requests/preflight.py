@@ -1,7 +1,7 @@
 """Checks a request before weights are read: on the command line first, and then on each rank.
 
-A server asks `ModelFacts.check_options`, which has the same checks without diffusers: `CallFacts` is what all of them
-know of a class of pipelines.
+A server asks `ModelFacts.check_options`, which has the same checks without diffusers. All of these checks know a class
+of pipelines by its `CallFacts`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_condition_files(request: GenerateOptions) -> CallArguments:
     Raises:
         LoadError, ModelError: if a file is not an image or video, or the mask has another size than its image.
     """
-    # This module needs numpy, which the process of a server does without.
+    # `videos` needs numpy, which the process of a server does without.
     from ditile.runner.requests.videos import read_video
 
     contents: CallArguments = {}
@@ -109,7 +109,7 @@ def check_cache_steps(cache: CacheOptions, call: CallArguments) -> None:
     steps = call.get("num_inference_steps")
     if config is None or steps is None:
         return
-    # An input that is kept in part shortens the denoising loop.
+    # With a strength below 1, the denoising loop has fewer steps.
     shortened = int(steps * call.get("strength", 1))
     reason = explain_idle_steps(config, max(1, min(steps, shortened)))
     if reason is not None:

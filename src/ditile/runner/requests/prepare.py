@@ -54,7 +54,7 @@ def prepare_runner(
         conditions: what the calls will start from, which the pipeline's class has to take.
         controlnet: a ControlNet to load: a folder or a hub id.
         components: component -> a file with its weights in place of the model's own.
-        workflow: the one workflow of a modular pipeline that is loaded.
+        workflow: the workflow of a modular pipeline to load.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
@@ -230,7 +230,7 @@ def silence_libraries() -> None:
     # diffusers warns of each cast to a type, and then lists the modules that should not be cast: often none.
     models_log = diffusers_logging.get_logger("diffusers.models.modeling_utils")
     models_log.addFilter(env.PhraseFilter("should be kept in float32: []"))
-    # diffusers logs the text itself where a prompt is cut; the runner says how much is read.
+    # diffusers logs the text that it cuts off a prompt; the runner says how much is read.
     for handler in diffusers_logging.get_logger("diffusers").handlers:
         handler.addFilter(env.PhraseFilter("of your input was truncated"))
     # diffusers warns where a LoRA leaves a text encoder as it is; ditile names the unapplied parts of a LoRA itself.
@@ -287,8 +287,8 @@ def enable_working_cache(target: Any, configs: Mapping[str, Any], label: str = "
 
 
 def choose_warm_steps(plan: Plan, *, is_cached: bool, num_preparing_steps: int = 0) -> int | None:
-    """Choose the steps of a call that meets all shapes of a longer one. None stands for all its steps, on which a cache
-    counts.
+    """Choose the steps of a call that meets all shapes of a longer one. None stands for all steps of the longer one: a
+    cache counts on them.
 
     Args:
         is_cached: whether a cache is enabled.

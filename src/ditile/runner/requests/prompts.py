@@ -42,7 +42,7 @@ class PromptLine(NamedTuple):
 
 
 def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
-    """Read the prompts in an option's file: its lines without blank ones and those that begin with #.
+    """Read the prompts in an option's file: its lines, except for blank ones and those that begin with #.
 
     Raises:
         ModelError: if it cannot be read, is not UTF-8, or has no prompt.
@@ -53,7 +53,6 @@ def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
         raise ModelError(f"{option}={name!r} cannot be read as text: {files.describe_error(error)}") from error
     prompts = []
     for line in map(str.strip, text.splitlines()):
-        # Empty lines and comments are not prompts.
         if line and not line.startswith("#"):
             prompts.append(line)
     if not prompts:
@@ -70,9 +69,9 @@ def list_prompt_lines(request: GenerateOptions, run: RunOptions) -> list[PromptL
         ModelError: as `read_prompts`.
     """
     if request.prompts_file is None:
-        first = choose_random_seed() if request.seed is None else request.seed
-        paths = run.list_image_paths(request.num_images, first, request.model)
-        return [PromptLine(request.prompt or "", first + k, str(path)) for k, path in enumerate(paths)]
+        first_seed = choose_random_seed() if request.seed is None else request.seed
+        paths = run.list_image_paths(request.num_images, first_seed, request.model)
+        return [PromptLine(request.prompt or "", first_seed + k, str(path)) for k, path in enumerate(paths)]
     prompts = read_prompts(request.prompts_file)
     digits = max(MIN_DIGITS, len(str(len(prompts) - 1)))
     lines = []
@@ -84,12 +83,12 @@ def list_prompt_lines(request: GenerateOptions, run: RunOptions) -> list[PromptL
 
 
 def describe_request(
-    request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, own: CallArguments
+    request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, base: CallArguments
 ) -> str:
     """Describe in JSON everything that an image depends on, besides its prompt and seed. Images with equal text are the
     same.
 
-    It has the contents of given files, the dtype that this machine chooses, and no `data`, on which no image depends.
+    The text has digests of given files, the dtype that this machine chooses, and no `data`, on which no image depends.
     It is kept in images, so it has no local paths.
 
     Raises:
@@ -116,7 +115,7 @@ def describe_request(
         "contents": contents,
         "attention": run.attention,
         "plan": str(plan),
-        "defaults": dict(own),
+        "defaults": dict(base),
     }
     settings = cache.describe_settings(pictures.hide_local_path)
     if settings:

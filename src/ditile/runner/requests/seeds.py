@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 SEED_LIMIT = 2**31
-"""The limit of a random seed, which is below it: JSON and other programs keep seeds in 32 bits with a sign."""
+"""Random seeds are below this limit, because JSON and other programs keep seeds in 32 bits with a sign."""
 
 
 def choose_random_seed() -> int:

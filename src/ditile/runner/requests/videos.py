@@ -31,15 +31,15 @@ Video = NDArray[np.uint8]  # [F, H, W, 3]
 DEFAULT_FPS = 16.0
 """The frames a second of a video whose pipeline says nothing about it."""
 MAX_FRAMES = 2048
-"""The most frames of a video that is read."""
+"""The most frames that a video to be read may have."""
 SHEET_COLUMNS = 4
 """The number of frames in a row of a spritesheet."""
 SHEET_WIDTH = 256
-"""The most pixels of the longer side of a frame of a spritesheet."""
+"""The most pixels of a spritesheet's frame, on its longer side."""
 CRF = "16"
 """The constant rate factor of x264: with this one a loss can hardly be seen."""
 _MAX_DENOMINATOR = 1001
-"""The largest denominator of a rate; rates of television are such as 30000 / 1001."""
+"""The largest denominator of a rate; television has rates such as 30000 / 1001."""
 
 
 def check_encoder(path: Path, fps: float | None) -> None:
@@ -141,15 +141,15 @@ def encode_spritesheet(video: Video) -> bytes:
     return encode_png(sheet, {})
 
 
-def read_video(path: str | Path, option: str, most: int | None = None) -> list[Image.Image]:
+def read_video(path: str | Path, option: str, count: int | None = None) -> list[Image.Image]:
     """Read the frames of a video that an option names, in RGB: a GIF or WebP by Pillow, others by PyAV.
 
     Args:
         path, option: the file, and the option.
-        most: how many frames to read; all by default.
+        count: how many frames to read; all by default.
 
     Raises:
-        ModelError: if it cannot be read, has fewer frames than `most`, or more than `MAX_FRAMES`.
+        ModelError: if it cannot be read, has fewer frames than `count`, or more than `MAX_FRAMES` would be read.
     """
     decode = _decode_animation
     if Path(path).suffix.lower() not in (".gif", ".webp"):
@@ -158,11 +158,11 @@ def read_video(path: str | Path, option: str, most: int | None = None) -> list[I
     try:
         content = io.BytesIO(files.read_file(path, MAX_PICTURE_BYTES))
         # One more than the limit shows that there are too many.
-        frames = [*itertools.islice(decode(content), most or MAX_FRAMES + 1)]
+        frames = [*itertools.islice(decode(content), count or MAX_FRAMES + 1)]
     except DECODE_ERRORS as error:
         raise ModelError(f"{option}={str(path)!r} cannot be read as a video: {files.describe_error(error)}") from error
-    if not frames or len(frames) < (most or 0):
-        raise ModelError(f"{option}={str(path)!r} has {len(frames)} frames, and frames={most}: ask for fewer")
+    if not frames or len(frames) < (count or 0):
+        raise ModelError(f"{option}={str(path)!r} has {len(frames)} frames, and frames={count}: ask for fewer")
     if len(frames) > MAX_FRAMES:
         raise ModelError(f"{option}={str(path)!r} has more than {MAX_FRAMES} frames; add --frames N for the first ones")
     return frames
@@ -191,7 +191,7 @@ def _encode_mp4(video: Video, fps: float, texts: Mapping[str, str], sound: Sound
 
     encoded = io.BytesIO()
     height, width = video.shape[1:3]
-    # Packets of both streams then alternate in the file, however long the sound is that is written first.
+    # With this option, packets of both streams alternate in the file, although the whole sound is written first.
     options = {"max_interleave_delta": "0"}
     with av.open(encoded, mode="w", format="mp4", container_options=options) as container:
         container.metadata["comment"] = json.dumps(dict(texts))
@@ -211,7 +211,6 @@ def _encode_mp4(video: Video, fps: float, texts: Mapping[str, str], sound: Sound
 
 
 def _divide_time(count: int, fps: float, unit_ms: int) -> list[int]:
-    """Divide the time of a video over its frames, in milliseconds. These are whole units that do not drift from the
-    rate."""
+    """Return the milliseconds of each frame of a video, in whole units. Their sum does not drift from the rate."""
     ends = [round(1000 * k / fps / unit_ms) * unit_ms for k in range(count + 1)]
     return [max(unit_ms, end - begin) for begin, end in itertools.pairwise(ends)]
