@@ -88,8 +88,8 @@ class Composition:
 
     Attributes:
         block_hooks: the hooks of the model that the pipeline calls, its transformer or U-Net.
-        stages: the blocks of every stage, of which this rank owns one.
-        weights: the parameters of the undivided transformer.
+        stages: the blocks of each stage; this rank owns one stage.
+        weights: the parameter counts of the undivided transformer.
         sharded: this rank's share of the weights of its blocks.
         parallel_vae: decodes and encodes a band of rows on each rank of an image; None if the VAE is not divided.
         loop: drives the pipeline's loop, and knows the current generation.
@@ -232,14 +232,14 @@ class Composition:
 
     @contextmanager
     def install_for_call(
-        self, callbacks: StepCallbacks, call: CallArguments, decisions: AgreementGroups | None, *, first: bool
+        self, callbacks: StepCallbacks, call: CallArguments, agreement_groups: AgreementGroups | None, *, first: bool
     ) -> Iterator[Loop]:
         """Install all strategies for one call, on the pipeline's present scheduler.
 
         Args:
             callbacks: the actions at the ends of steps.
             call: the pipeline's arguments.
-            decisions: the groups of ranks that decide together about skipped blocks; None without caches.
+            agreement_groups: the groups of ranks that decide together about skipped blocks; None without caches.
             first: whether only rank 0 needs the images.
         """
         values = read_call_values(call)
@@ -268,8 +268,8 @@ class Composition:
             if self.offload is not None:
                 stack.enter_context(self.offload.install_for_call())
             # Caches come before the hooks of blocks, which go around them.
-            if decisions is not None:
-                stack.enter_context(self._attach_caches(batch, decisions))
+            if agreement_groups is not None:
+                stack.enter_context(self._attach_caches(batch, agreement_groups))
             stack.enter_context(self._install_block_hooks())
             # The user's code on a VAE may let images see each other.
             vae = getattr(self.pipe, "vae", None)
@@ -337,7 +337,7 @@ class Composition:
         )
 
     @contextmanager
-    def _attach_caches(self, batch: DataCfgBatch, decisions: AgreementGroups) -> Iterator[None]:
+    def _attach_caches(self, batch: DataCfgBatch, agreement_groups: AgreementGroups) -> Iterator[None]:
         """Give the caches the loop's clock and an agreement with other ranks during a call."""
         loop = self.loop
         names: dict[nn.Module, str] = {}
@@ -349,7 +349,7 @@ class Composition:
                 for index in blocks:
                     stages[hooks.chain[index].block] = stage
         agreement = StageAgreement(
-            decisions, self.mesh, loop.generation, lambda: batch.is_split_by_calls, names, stages
+            agreement_groups, self.mesh, loop.generation, lambda: batch.is_split_by_calls, names, stages
         )
         kept_buffers = None
         if self.recorder is not None:
@@ -612,8 +612,8 @@ def _take_own_weights(
     if plan.tensor > 1:
         for hooks in block_hooks.models:
             shards.append(_match_shard(hooks, plan, mesh["tensor"], keep=keep))
-    own = stages[mesh.stage_index]
-    weights = block_hooks.claim_blocks(own, keep=keep, shard=(mesh["tensor"].index, plan.list_tensor_weights()))
+    owned = stages[mesh.stage_index]
+    weights = block_hooks.claim_blocks(owned, keep=keep, shard=(mesh["tensor"].index, plan.list_tensor_weights()))
     # These guards come before those of tensor parallelism, which surround them and run first.
     if plan.divides_blocks:
         block_hooks.guard_saving()
@@ -633,7 +633,7 @@ def _take_own_weights(
     # Move after all weights are taken out, so that the device never gets weights that this rank drops.
     offload = None
     if plan.offloads_rank(mesh.rank):
-        offload = BlockOffload(block_hooks.models, own, HostCopies(device))
+        offload = BlockOffload(block_hooks.models, owned, HostCopies(device))
     # The check is collective, so a rank that offloads nothing takes part too.
     if plan.offload == "blocks":
         _check_host_memory(offload, mesh)

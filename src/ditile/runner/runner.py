@@ -148,9 +148,9 @@ class Runner:
         # Each call has its own event, so a late stop does not reach the next call.
         self._stop_event: threading.Event | None = None
         self._advised = set() if advised is None else advised
-        self._decisions: AgreementGroups | None = None
+        self._agreement_groups: AgreementGroups | None = None
         # Keep only the shape of the last call: its arguments would keep images and embeddings in memory.
-        self._last: Shape | None = None
+        self._last_shape: Shape | None = None
         # Keep the original classes: enable_cache may later replace a class by one whose call uses this runner.
         self._pipes: dict[tuple[str, str], tuple[Any, type]] = {}
         if not deferred:
@@ -199,12 +199,12 @@ class Runner:
         watch: StepWatch = NOBODY,
         **kwargs: Any,
     ) -> Any:
-        """Generate an image, with the arguments and the result of `pipe(...)`.
+        """Run the pipeline, with the arguments and the result of `pipe(...)`.
 
         Args:
             output: as in `pipe(..., output=...)` for a modular pipeline; for others it is another name for `output_on`.
             output_on: "all" gives every rank the result; "first" decodes only on rank 0, and the others get None.
-            watch: is called at the ends of steps. It does not change the image.
+            watch: its functions are called at the ends of steps and for `decode`; they do not change the image.
 
         Raises:
             ModelError: if an argument cannot be honoured exactly, or latents or images become NaN or infinite.
@@ -315,7 +315,7 @@ class Runner:
             support.check_plan_fits_loop(pipe, self.plan)
             self._parts.guard_pipeline(pipe)
         self._composition = replace(self._parts, pipe=pipe)
-        self._last = None
+        self._last_shape = None
         self._use_pipeline(pipe, pipeline_class)
         return self.pipe
 
@@ -410,7 +410,7 @@ class Runner:
         parts = self._composition
         if parts is None or parts.family is None:
             return None
-        shape = self._last or self._build_call_shape({}, parts.family)
+        shape = self._last_shape or self._build_call_shape({}, parts.family)
         if self.report is not None and self.report.text_tokens is not None:
             shape = replace(shape, text=self.report.text_tokens)
         return PlannedCall(
@@ -480,19 +480,19 @@ class Runner:
         rng_state.synchronise_generators(generators, 0, mesh.within_calls, mesh.traffic)
         with ExitStack() as stack:
             stack.enter_context(restore_processors_on_error(find_loop_models(self.pipe)))
-            ends = StepEndCallbacks(self.pipe, mesh, call, parts.device, meter, self._stop_event.is_set, watcher)
+            step_ends = StepEndCallbacks(self.pipe, mesh, call, parts.device, meter, self._stop_event.is_set, watcher)
             iterations = self._count_iterations(call)
-            ends.refuses_other_guidance = self.plan.cuts_latents or self.plan.has_stale_steps(iterations)
-            ends.decodes_alone = self.plan.vae == "whole" and self.plan.data == 1 and not generators
-            callbacks = ends.install_callbacks(stack, call)
-            decisions = None
+            step_ends.refuses_other_guidance = self.plan.cuts_latents or self.plan.has_stale_steps(iterations)
+            step_ends.decodes_alone = self.plan.vae == "whole" and self.plan.data == 1 and not generators
+            callbacks = step_ends.install_callbacks(stack, call)
+            agreement_groups = None
             if parts.block_caches:
-                if self._decisions is None:
-                    self._decisions = AgreementGroups.create_groups(self.plan, mesh, parts.device)
-                decisions = self._decisions
+                if self._agreement_groups is None:
+                    self._agreement_groups = AgreementGroups.create_groups(self.plan, mesh, parts.device)
+                agreement_groups = self._agreement_groups
             hide_block_tracebacks(stack)
-            loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first_only))
-            ends.loop = loop
+            loop = stack.enter_context(parts.install_for_call(callbacks, call, agreement_groups, first=first_only))
+            step_ends.loop = loop
             # The checks go around the strategies, so that `on_decode` gets the latents of all images, not a replica's.
             decodes.install_checks(stack, self.pipe)
             # A whole VAE decodes on the first rank of each replica; otherwise every rank decodes its rows.
@@ -506,7 +506,7 @@ class Runner:
         # the undivided pipeline.
         last_stage = mesh.image.num_ranks - 1
         rng_state.synchronise_generators(generators, last_stage, mesh.within_calls, mesh.traffic)
-        decoding_group = None if ends.decodes_alone else mesh.within_calls
+        decoding_group = None if step_ends.decodes_alone else mesh.within_calls
         for complaint in gather_json(decodes.complaint, decoding_group):
             if complaint is not None:
                 raise DecodeError(complaint)
@@ -555,7 +555,7 @@ class Runner:
         parts.attention.records = any(rank["may_record"] for rank in everyone)
         if self.mesh.epoch != self.mesh.groups.epoch:
             parts.renew_groups()
-            self._decisions = None
+            self._agreement_groups = None
         return call
 
     def _bind_arguments(self, args: tuple[Any, ...], kwargs: CallArguments) -> CallArguments:
@@ -602,16 +602,16 @@ class Runner:
         filled = self._fill_defaults(call)
         iterations = self._count_iterations(call)
         plan = self.plan
-        partial = plan.attends_to_stale_keys or plan.pipefusion > 1
+        is_partial = plan.attends_to_stale_keys or plan.pipefusion > 1
         # Without patches or stale steps, all parts of a prediction are of the same step.
-        is_fresh = not partial or plan.num_patches == 1 or not plan.has_stale_steps(iterations)
+        is_fresh = not is_partial or plan.num_patches == 1 or not plan.has_stale_steps(iterations)
         has_blocks = bool(self._parts.block_hooks.chain)
         reasons = [
             explain_hook_refusal(find_loop_models(self.pipe), plan, filled.get("num_inference_steps")),
-            explain_guider_refusal(self.pipe, partial=partial, fresh=is_fresh, trusts_code=self._parts.trusts_code),
+            explain_guider_refusal(self.pipe, partial=is_partial, fresh=is_fresh, trusts_code=self._parts.trusts_code),
             explain_condition_refusal(self.pipe, call),
         ]
-        if partial:
+        if is_partial:
             reasons.append(explain_latent_cut(self._pipeline_class, filled))
         # Without known blocks every rank steps whole images.
         if has_blocks and plan.num_patches > 1:
@@ -681,7 +681,7 @@ class Runner:
         if call.get("use_resolution_binning", "use_resolution_binning" in self._parameters):
             facts = replace(facts, rows=None)
         self.plan.check(facts)
-        self._last = shape
+        self._last_shape = shape
 
     def _build_call_shape(self, call: CallArguments, family: CallFamily) -> Shape:
         model = self._parts.model
@@ -716,10 +716,10 @@ def _agree_on_result(
         if theirs["refusal"] is not None:
             name, message = theirs["refusal"]
             # The other ranks raise the same exception, so that callers can tell it apart.
-            known = getattr(errors, name, None)
-            if known is None:
+            error_class = getattr(errors, name, None)
+            if error_class is None:
                 raise StateError(f"rank {rank} raised {name}: {message}")
-            raise known(message)
+            raise error_class(message)
     for rank, theirs in enumerate(everyone):
         values = theirs.get("call", {})
         values_of_first = everyone[0].get("call", {})
@@ -762,22 +762,22 @@ class DecodeChecks:
 
     def install_checks(self, stack: ExitStack, pipe: Any) -> None:
         """Check all decoded output, of a VAE or its substitute, until the stack is closed."""
-        for part, coder in pipe.components.items():
+        for name, coder in pipe.components.items():
             decode = getattr(coder, "decode", None)
             if isinstance(coder, nn.Module) and callable(decode):
-                check = functools.partial(self._decode, part, type(coder).__name__)
+                check = functools.partial(self._decode, name, type(coder).__name__)
                 override_attribute(stack, coder, "decode", WatchedMethod(check, decode))
 
-    def _decode(self, part: str, name: str, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _decode(self, name: str, cls_name: str, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._on_decode is not None:
-            decode = functools.partial(self._on_decode, part, decode)
+            decode = functools.partial(self._on_decode, name, decode)
         result = decode(*args, **kwargs)
         decoded = result
         if not isinstance(result, Tensor):
             decoded = result[0]
         if isinstance(decoded, Tensor) and not decoded.isfinite().all():
             self.complaint = (
-                f"{name} decoded the latents into NaN or infinite values, in {decoded.dtype}; decode in float32 or "
+                f"{cls_name} decoded the latents into NaN or infinite values, in {decoded.dtype}; decode in float32 or "
                 "bfloat16, for example by pipe.vae.to(torch.float32), or lower the guidance; if neither helps, the "
                 "weights are damaged"
             )
