@@ -409,8 +409,8 @@ class Composition:
         self.attention.rotary.replace_processors(stack, block_hook.block)
         # async_ulysses sends v while k is computed, so it needs separate kernels. Offloaded weights stay separate too.
         if not self.plan.async_ulysses and self.offload is None:
-            own = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]
-            fuse_projections(stack, own, self.device)
+            self_pairs = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]
+            fuse_projections(stack, self_pairs, self.device)
 
 
 class LayerAttentionBuilder:
@@ -653,8 +653,8 @@ def _check_host_memory(offload: BlockOffload | None, mesh: Mesh) -> None:
     memory_of_host = {}
     own_bytes = 0 if offload is None else offload.count_host_bytes()
     # Ranks of one host know each other by its name.
-    own = [platform.node(), own_bytes, cpus.count_memory_bytes()]
-    for host, size, memory in gather_json(own, mesh.everyone):
+    own_entry = [platform.node(), own_bytes, cpus.count_memory_bytes()]
+    for host, size, memory in gather_json(own_entry, mesh.everyone):
         kept_bytes[host] += size
         memory_of_host[host] = memory
     for host, size in kept_bytes.items():

@@ -635,10 +635,10 @@ def _build_empty_model(cls: Any, config: Path, dtype: torch.dtype) -> Any:
 def _has_unsaved_tensors(module: nn.Module) -> bool:
     """Return whether a module has tensors that are not saved: non-persistent buffers or plain attributes."""
     # Leave out torch's own tables of saved tensors.
-    own = dict(vars(module))
+    attributes = dict(vars(module))
     for name in ("_parameters", "_buffers", "_modules"):
-        del own[name]
-    has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(own))
+        del attributes[name]
+    has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(attributes))
     return has_tensor or bool(module._non_persistent_buffers_set)
 
 

@@ -141,9 +141,9 @@ def _choose_weight_name(folder: Path, label: str) -> str:
     """Return the only file of weights in a folder, or the one written by `save_lora_weights`."""
     # Leave out hidden files, which some systems put beside others.
     names = sorted(path.name for path in folder.glob("[!.]*.safetensors"))
-    own = [name for name in names if name.endswith(LORA_WEIGHT_NAME_SAFE)] or names
-    if len(own) == 1:
-        return own[0]
+    candidates = [name for name in names if name.endswith(LORA_WEIGHT_NAME_SAFE)] or names
+    if len(candidates) == 1:
+        return candidates[0]
     if not names:
         raise ModelError(f"lora={label!r} has no .safetensors file; give a folder with one, or the file")
     raise ModelError(

@@ -727,10 +727,10 @@ def _report_growth(folder: Path, ended: threading.Event) -> None:
     """Report progress whenever a folder has changed, until the download has ended."""
     before = _list_file_stats(folder)
     while not ended.wait(PERIOD):
-        now = _list_file_stats(folder)
-        if now != before:
+        after = _list_file_stats(folder)
+        if after != before:
             env.report_progress()
-        before = now
+        before = after
 
 
 def _list_file_stats(folder: Path) -> dict[str, tuple[int, int]]:

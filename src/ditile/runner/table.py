@@ -61,10 +61,10 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
             "\n".join(traffic) or "0 B",
         )
     num_blocks = len(job.weights.blocks)
-    whole = _format_parameters(job.weights.shared + sum(job.weights.blocks))
+    total_parameters = _format_parameters(job.weights.shared + sum(job.weights.blocks))
     rows = list(map(layout.count_rows, range(layout.num_patches)))
     parts: list[str | Table] = [
-        f"{model}: {job.family.name}, {num_blocks} blocks, {whole}",
+        f"{model}: {job.family.name}, {num_blocks} blocks, {total_parameters}",
         f"plan: {plan}",
         f"image: {shape.width} x {shape.height} px, {shape.num_tokens} tokens (at most {shape.text} of text), "
         f"{shape.steps} steps, batch {shape.batch}, {shape.calls} call(s) per step",

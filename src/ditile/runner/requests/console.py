@@ -73,17 +73,17 @@ def make_numbered_tables(labels: Sequence[str], columns: Mapping[str, Sequence[s
     """
     from rich.table import Table
 
-    groups: list[list[str]] = []
+    column_groups: list[list[str]] = []
     used = LINE_WIDTH
     for title, texts in columns.items():
         width = 3 + max(map(len, [title, *texts]))
         if used + width > LINE_WIDTH:
-            groups.append([])
+            column_groups.append([])
             used = 4 + len(str(len(labels)))
-        groups[-1].append(title)
+        column_groups[-1].append(title)
         used += width
     parts: list[Table | str] = []
-    for titles in groups:
+    for titles in column_groups:
         table = Table("")
         for title in titles:
             table.add_column(title, justify="right", no_wrap=True)
@@ -91,8 +91,8 @@ def make_numbered_tables(labels: Sequence[str], columns: Mapping[str, Sequence[s
             table.add_row(str(number + 1), *(columns[title][number] for title in titles))
         parts.append(table)
     for number, label in enumerate(labels, 1):
-        first, *others = label.splitlines()
-        parts += [f"{number:>2}  {first}", *(f"    {line}" for line in others)]
+        first_line, *other_lines = label.splitlines()
+        parts += [f"{number:>2}  {first_line}", *(f"    {line}" for line in other_lines)]
     return parts
 
 

@@ -238,20 +238,20 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     from ditile.runner.model_files import defaults
     from ditile.runner.requests.results import choose_fps
 
-    own = find_call_owner(pipe)
+    owner = find_call_owner(pipe)
     # A modular pipeline may have no config.
     config = dict(getattr(pipe, "config", {}))
     base = defaults(model)
-    call = collect_call_facts(own, config)
-    check_prompt_cleaner(own)
-    kind = find_output_kind(own)
+    call = collect_call_facts(owner, config)
+    check_prompt_cleaner(owner)
+    kind = find_output_kind(owner)
     if kind == "sound":
         raise ModelError(
-            f"{name_pipeline(own)} makes sounds, and a server answers images and videos; ditile generate writes a WAV"
+            f"{name_pipeline(owner)} makes sounds, and a server answers images and videos; ditile generate writes a WAV"
         )
     related: dict[str, CallFacts] = {}
     for name, conditions in {"edit": ["image"], "inpaint": ["image", "mask"]}.items():
-        pipeline_class = find_pipeline_class_for(own, conditions, config)
+        pipeline_class = find_pipeline_class_for(owner, conditions, config)
         # Some families do not generate from images.
         if pipeline_class is not None:
             related[name] = collect_call_facts(pipeline_class, config)

@@ -100,12 +100,12 @@ def choose_requested_class(request: GenerateOptions) -> tuple[Any, JsonObject]:
     from ditile.runner.model_files import find_model_source
 
     source = find_model_source(request.model, weights=False)
-    own = find_pipeline_kind(source)
-    if own is None:
+    own_class = find_pipeline_kind(source)
+    if own_class is None:
         return None, {}
     config = read_model_index(source)
     has_controlnet = request.controlnet is not None
-    return choose_pipeline_class(own, [*request.conditions], config, has_controlnet=has_controlnet), config
+    return choose_pipeline_class(own_class, [*request.conditions], config, has_controlnet=has_controlnet), config
 
 
 def find_pipeline_class_for(

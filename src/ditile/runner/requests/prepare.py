@@ -166,9 +166,9 @@ def switch_to_conditions(
     from ditile.model.pipeline_calls import find_call_owner
     from ditile.runner.siblings import build_sibling_pipeline
 
-    own = find_call_owner(pipe)
-    cls = choose_pipeline_class(own, conditions, pipe.config, has_controlnet=controlnet is not None)
-    if controlnet is None and cls is own:
+    owner = find_call_owner(pipe)
+    cls = choose_pipeline_class(owner, conditions, pipe.config, has_controlnet=controlnet is not None)
+    if controlnet is None and cls is owner:
         return pipe
     components = {}
     if controlnet is not None:

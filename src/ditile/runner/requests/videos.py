@@ -127,8 +127,8 @@ def encode_spritesheet(video: Video) -> bytes:
     row."""
     count = min(len(video), SHEET_COLUMNS**2)
     frames = []
-    for place in np.linspace(0, len(video) - 1, count):
-        frame = Image.fromarray(video[round(place)])
+    for position in np.linspace(0, len(video) - 1, count):
+        frame = Image.fromarray(video[round(position)])
         frame.thumbnail((SHEET_WIDTH, SHEET_WIDTH))
         frames.append(frame)
     width, height = frames[0].size
