@@ -61,7 +61,7 @@ MODULAR_INDEX = "modular_model_index.json"
 TRANSFORMER = "transformer"
 """The component that a weight file is for if no other is named."""
 DENOISERS = (TRANSFORMER, "transformer_2")
-"""The models that a pipeline calls in turn, split by its `boundary_ratio`, in order."""
+"""The models that a pipeline calls one after the other, in order; its `boundary_ratio` divides the steps."""
 MODULAR_MARK = "_blocks_class_name"
 """The key that only the index of a modular pipeline has."""
 FRAME_RATE = "fps"

@@ -98,7 +98,7 @@ class CallMeter:
 
         Args:
             key_bytes: bytes of stale keys.
-            text, references: tokens of the text in the sequence, and of reference images that are patches.
+            text, references: how many tokens of text, and of reference images that are patches of their own.
             computed: whether the step computed the reference images.
         """
         self._ended = self._clock.mark_point()

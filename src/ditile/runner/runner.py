@@ -170,7 +170,7 @@ class Runner:
 
     @property
     def _parts(self) -> Composition:
-        """Return the strategies of the plan."""
+        """Return the strategies of the plan. Raises `StateError` before the first call of a deferred runner."""
         if self._composition is None:
             raise StateError(
                 f"{type(self.pipe).__name__} is divided at its first call, from whose arguments its model is derived; "
@@ -376,7 +376,7 @@ class Runner:
 
     @note_shared_call()
     def reports(self) -> list[JsonObject]:
-        """Gather `report` of every rank in JSON types, in rank order, on every rank. All ranks must call it.
+        """Return the reports of all ranks as JSON types, in rank order. All ranks must call it.
 
         Raises:
             StateError: before the first call.
@@ -422,8 +422,7 @@ class Runner:
         )
 
     def __str__(self) -> str:
-        """Format `job` in a table with device, place, blocks, tokens, parameters, keys and bytes per step of each
-        rank."""
+        """Format `job` as a table: each rank's device, place, blocks, tokens, parameters, keys and bytes per step."""
         if self._composition is None:
             return f"{self!r}; it is divided at its first call"
         name = type(self.pipe).__name__
@@ -829,8 +828,8 @@ def parallelize(
             such code is refused under a plan that divides it.
 
     Raises:
-        PlanError: if an argument has another type, the plan does not use all ranks or does not fit the model, the
-            device is not on this machine, or `cuda_graphs` fits neither device nor plan.
+        PlanError: if an argument has the wrong type, the plan does not use all ranks or does not fit the model, the
+            device is not on this machine, or `cuda_graphs` does not fit the device or the plan.
         ModelError: if `pipe` is not a pipeline or cannot be divided by the plan, or the kernel is unsuitable.
         StateError: if an earlier runner cut the pipeline's weights, and was not restored. Runners of whole weights may
             share a pipeline.
@@ -895,7 +894,7 @@ def build_recorder(setting: bool, plan: Plan, device: torch.device) -> RecordedS
     """Build the recorder of a model's calls as CUDA graphs; None if nothing is to be recorded.
 
     Raises:
-        PlanError: if `setting` is True, and the device has no graphs or weights do not stay where they are.
+        PlanError: if `setting` is True, and the device has no graphs or calls under the plan cannot be recorded.
     """
     if not setting or env.forbids_cuda_graphs():
         return None

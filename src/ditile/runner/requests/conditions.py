@@ -142,19 +142,19 @@ def _find_keyframe_class(parameters: Mapping[str, inspect.Parameter]) -> type | 
     return None
 
 
-def bind_conditions(call: CallConditions, contents: CallArguments, copies: int | None = None) -> CallArguments:
+def bind_conditions(taken: CallConditions, contents: CallArguments, copies: int | None = None) -> CallArguments:
     """Build the arguments of a call for its conditions.
 
     Args:
-        call: what the class takes.
+        taken: what the class takes.
         contents: condition -> its image; a list of images for `image`, of frames for `video`.
         copies: the number of generators, if the call has a list of them: it then makes as many images.
 
     Raises:
         ModelError: if several images, which are references, come with a last frame.
     """
-    if call.keyframe is not None:
-        keyframe: Any = call.keyframe
+    if taken.keyframe is not None:
+        keyframe: Any = taken.keyframe
         keyframes = []
         for name, value in contents.items():
             if name == "image":
@@ -165,33 +165,33 @@ def bind_conditions(call: CallConditions, contents: CallArguments, copies: int |
     arguments: CallArguments = {}
     for name, value in contents.items():
         if name == "image":
-            arguments |= _bind_images(call, value, copies, has_last_image="last_image" in contents)
+            arguments |= _bind_images(taken, value, copies, has_last_image="last_image" in contents)
         elif name == "mask":
-            arguments[call.arguments[name]] = _repeat(call, value, copies)
+            arguments[taken.arguments[name]] = _repeat(taken, value, copies)
         else:
-            arguments[call.arguments[name]] = value
+            arguments[taken.arguments[name]] = value
     return arguments
 
 
 def _bind_images(
-    call: CallConditions, images: Sequence[Any], copies: int | None, *, has_last_image: bool
+    taken: CallConditions, images: Sequence[Any], copies: int | None, *, has_last_image: bool
 ) -> CallArguments:
     """Build the arguments for the images of a call."""
-    argument = call.arguments["image"]
-    if len(images) > 1 and call.reference is not None:
+    argument = taken.arguments["image"]
+    if len(images) > 1 and taken.reference is not None:
         if has_last_image:
             raise ModelError(f"{len(images)} images are references, and last_image goes with one, the first frame")
-        return {_REFERENCES: [call.reference(image) for image in images]}
+        return {_REFERENCES: [taken.reference(image) for image in images]}
     if len(images) == 1 and not argument.endswith("s"):
-        return {argument: _repeat(call, images[0], copies)}
-    if call.max_pictures == 2:
+        return {argument: _repeat(taken, images[0], copies)}
+    if taken.max_pictures == 2:
         return {argument: images[0], _SECOND_IMAGE: images[1]}
     return {argument: images}
 
 
-def _repeat(call: CallConditions, image: Any, copies: int | None) -> Any:
+def _repeat(taken: CallConditions, image: Any, copies: int | None) -> Any:
     """Repeat an image for each generator of a call, unless the call composes a list into one image."""
-    if copies is None or call.max_pictures != 1:
+    if copies is None or taken.max_pictures != 1:
         return image
     return [image] * copies
 

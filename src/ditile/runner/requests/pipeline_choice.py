@@ -75,9 +75,9 @@ def choose_pipeline_class(
         raise ModelError(refusal)
 
     def rank_class(cls: Any) -> tuple[bool, bool, int, str]:
-        call = read_call_conditions(cls)
-        lacks_some = not set(call.needed) <= set(conditions)
-        return lacks_some, cls is not pipeline, len(call.arguments), name_pipeline(cls)
+        taken = read_call_conditions(cls)
+        lacks_some = not set(taken.needed) <= set(conditions)
+        return lacks_some, cls is not pipeline, len(taken.arguments), name_pipeline(cls)
 
     best = min(candidates, key=rank_class)
     missing = [name for name in read_call_conditions(best).needed if name not in conditions]

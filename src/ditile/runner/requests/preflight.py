@@ -50,10 +50,10 @@ def check_options(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
 
 
 def read_condition_files(request: GenerateOptions) -> CallArguments:
-    """Read the inputs of a request, by condition: an image; for `image` all images, for `video` its frames.
+    """Read the inputs of a request: condition -> its image; a list of images for `image`, of frames for `video`.
 
     Raises:
-        LoadError, ModelError: if a file is not an image or video, or the mask has another size than its image.
+        ModelError: if a file is not an image or video, or the mask has another size than its image.
     """
     # `videos` needs numpy, which the process of a server does without.
     from ditile.runner.requests.videos import read_video
