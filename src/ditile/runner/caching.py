@@ -279,7 +279,7 @@ def refresh_context(
         LoadError: if a file that the settings name cannot be read.
     """
     caches = _require_caches(transformer)
-    # This raises during a call: the cache would be idle for the rest of the call.
+    # Raise during a call: with new settings the cache would be idle for the rest of the call.
     _list_unused(transformer)
     configs = _parse_mappings(cache_config=cache_config, calibrator_config=calibrator_config)
     config = configs["cache_config"]

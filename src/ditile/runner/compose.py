@@ -652,7 +652,7 @@ def _check_host_memory(offload: BlockOffload | None, mesh: Mesh) -> None:
     kept_bytes = Counter[str]()
     memory_of_host = {}
     own_bytes = 0 if offload is None else offload.count_host_bytes()
-    # Ranks of one host know each other by its name.
+    # Ranks with the same host name share its memory.
     own_entry = [platform.node(), own_bytes, cpus.count_memory_bytes()]
     for host, size, memory in gather_json(own_entry, mesh.everyone):
         kept_bytes[host] += size
@@ -675,7 +675,7 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
 
 
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:
-    """Raise `ModelError` if diffusers offloads weights that must stay in place under the plan."""
+    """Raise `ModelError` if a ComponentsManager moves weights that must stay in place, or moves any elsewhere."""
     reader = ""
     if options.recorder is not None:
         reader = "cuda_graphs=True"
@@ -811,7 +811,7 @@ def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, me
         bool(find_offload_devices(pipe)),
         bool(list_quantized_parameters(block_hooks.transformer)),
     )
-    # All ranks choose the same mode: one rank that cannot send its weights is enough.
+    # All ranks choose the same mode: the serial one if any rank cannot send its weights.
     if any(gather_json(any(reasons), mesh.everyone)):
         return serial, None
     return shared, serial

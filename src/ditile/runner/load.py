@@ -431,7 +431,7 @@ def choose_text_workflow(name: str, components: ComponentFiles | None = None) ->
 def load_modular_pipeline(
     source: ModelSource, dtype: torch.dtype, variant: str | None, loaded: Components, workflow: str | None = None
 ) -> Any:
-    """Load a modular pipeline with all components of its blocks, taking from `loaded` the ones that are there."""
+    """Load a modular pipeline with all components of its blocks, except for the ones that are `loaded` already."""
     pipe = find_pipeline_kind(source, workflow)
     pipe.register_components(**{name: part for name, part in loaded.items() if name in pipe.component_names})
     for name in pipe.pretrained_component_names:
@@ -475,7 +475,7 @@ def load_shared_components(components: Sequence[Component], *, loaded: Collectio
 def _load_partial_transformer(
     component: Component, plan: Plan, rank: int, dtype: torch.dtype, variant: str | None
 ) -> nn.Module:
-    """Load a transformer with the weights of a rank's blocks and those shared by all ranks.
+    """Load a transformer with the weights of a rank's blocks and the weights that all ranks share.
 
     Raises:
         ModelError: if its anatomy is not known, or its quantizer is not installed.

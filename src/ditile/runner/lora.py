@@ -153,7 +153,7 @@ def _choose_weight_name(folder: Path, label: str) -> str:
 
 
 def _choose_adapter_name(loaded: Collection[str]) -> str:
-    # diffusers' default name, also on a rank without layers for the adapter.
+    # Choose diffusers' default name, even on a rank without layers for the adapter.
     number = 0
     while f"default_{number}" in loaded:
         number += 1
@@ -215,7 +215,7 @@ def _undo_on_failure(pipe: Any, label: str) -> Iterator[None]:
         if isinstance(error, (*_LOAD_ERRORS, safetensors.SafetensorError)) and not isinstance(error, DitileError):
             refuse_out_of_memory(error)
             reason = join_error_lines(error, 300)
-            # A converter of diffusers takes a tensor without asking whether it is there.
+            # A converter of diffusers reads a tensor without checking that the file has it.
             if isinstance(error, KeyError):
                 reason = f"its names are those of a trainer whose files have {reason} too; save it by save_lora_weights"
             raise ModelError(f"lora={label!r} cannot be loaded: {reason}") from error

@@ -207,8 +207,8 @@ def find_model_source(
                 f"{', '.join(files.values())} has {', '.join(files)} alone, and the other parts, such as text encoders "
                 f"and the VAE, are those of {source}: {error} that has them (--model FOLDER --component NAME=FILE)"
             ) from error
-    # The package has only the configs of published models, without an index of their text encoders. In other folders
-    # the headers of all weights are checked.
+    # The package has only configs of published models, and their indexes name no text encoders. In other folders the
+    # headers of all weights are checked.
     elif source.parent != CONFIGS:
         index = read_json_object(find_index_file(source) or source, IndexValues)
         refuse_unknown_components(source, index, files)
@@ -321,7 +321,7 @@ def _locate_model(name: str, *, weights: bool) -> ModelSource:
 
 
 def _describe_unknown_model(name: Any) -> str:
-    """Explain why there is no model of a name, and suggest one."""
+    """Explain why a name is not a model's, and suggest a similar one."""
     path = str(name)
     if os.path.isfile(path):
         return f"model {name!r} is a file; give the folder of a pipeline, and the file as its transformer"

@@ -674,7 +674,7 @@ class Runner:
         # Prompt embeddings may have any length, so the number of text tokens is not checked.
         facts = replace(shape.collect_facts(type(self._parts.model).__name__), text=0)
         if self._parts.calls_whole_model:
-            # Each rank runs the whole model on whole images, so only branches count.
+            # Each rank runs the whole model on whole images, so only the number of branches is checked.
             facts = Facts(branches=facts.branches)
         # Resolution binning changes the size that the call asks for.
         if call.get("use_resolution_binning", "use_resolution_binning" in self._parameters):
@@ -714,7 +714,7 @@ def _agree_on_result(
     for rank, theirs in enumerate(everyone):
         if theirs["refusal"] is not None:
             name, message = theirs["refusal"]
-            # The other ranks raise the same exception, so that callers can tell it apart.
+            # The other ranks raise an exception of the same class, so that callers can catch it by its class.
             error_class = getattr(errors, name, None)
             if error_class is None:
                 raise StateError(f"rank {rank} raised {name}: {message}")
@@ -916,7 +916,7 @@ def build_single_runner(pipe: Any, plan: Plan, advised: set[str | None] | None =
     mesh = Mesh(0, 1)
     # A ComponentsManager keeps components on the CPU between calls.
     device = next(iter(find_offload_devices(pipe).values()), None) or find_pipeline_device(pipe)
-    # The proof of a model includes the user's hooks on it.
+    # Trust the user's code, because the proof of a model includes the hooks on it.
     options = CompositionOptions(keep_weights=True, trusts_code=True, moves=False)
     compose = functools.partial(compose_strategies, pipe, plan, mesh, device, options)
     return Runner(pipe, plan, mesh, device, compose, keep_weights=True, advised=advised)

@@ -132,7 +132,7 @@ def check_rotary_table(pipe: Any, call: CallArguments) -> None:
     limits = {"height": side, "width": side}
     count = find_argument(pipe, FRAME_COUNTS)
     if count is not None:
-        # The first latent frame is one frame, each other one a group of them.
+        # The first latent frame is decoded into one frame, and each later one into several.
         limits[count] = 1 + (table_rows * patch[0] - 1) * find_frames_ratio(pipe)
     for name, limit in limits.items():
         value = call.get(name)

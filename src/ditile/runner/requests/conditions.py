@@ -84,7 +84,7 @@ def read_call_conditions(pipeline: Any) -> CallConditions:
     if "image" not in parameters:
         arguments.pop("mask", None)
     if _CONTROL_MASK in parameters and "image" not in parameters:
-        # This ControlNet fills in: its control image is the one to fill.
+        # This ControlNet inpaints: its control image is the image to fill in.
         arguments |= {"image": arguments.pop("control_image"), "mask": _CONTROL_MASK}
     required = {name for name, argument in arguments.items() if argument in without_default}
     # A modular pipeline runs the blocks for the inputs that it gets, so few inputs are needed.

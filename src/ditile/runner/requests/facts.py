@@ -179,7 +179,7 @@ class ModelFacts:
         return TypeAdapter(cls).validate_python(values)
 
     def takes(self, argument: str) -> bool:
-        """Return whether the call of any of its pipelines takes an argument, by its name in diffusers."""
+        """Return whether the call of any pipeline of the model takes an argument of this name."""
         calls = filter(None, (self.call, self.edit, self.inpaint))
         return any(argument in call.defaults for call in calls)
 

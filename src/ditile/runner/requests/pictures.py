@@ -24,7 +24,7 @@ from ditile.plan.errors import ModelError
 
 PARAMETERS = "parameters"
 """The key of AUTOMATIC1111's text, which other programs read."""
-# These are tags of EXIF.
+# Tags of EXIF.
 IMAGE_DESCRIPTION = 0x010E
 EXIF_IFD = 0x8769
 USER_COMMENT = 0x9286

@@ -132,7 +132,7 @@ def _list_relatives(pipeline: Any) -> Iterator[type]:
 
 
 def _has_parts(cls: Any, pipeline: Any, has_controlnet: bool) -> bool:
-    """Return whether a class can be made of another one's parts, and uses a ControlNet if there is one."""
+    """Return whether a class can be made of another class's parts, and uses a ControlNet if there is one."""
     if hasattr(cls, "component_names"):  # a modular pipeline
         return not has_controlnet or "controlnet" in cls.component_names
     parts = {*inspect.signature(pipeline.__init__).parameters, *cls._optional_components}

@@ -133,7 +133,7 @@ def divide_pipeline(pipe: Any, engine: EngineOptions, plan: Plan, cache: CacheOp
         load_loras(pipe, cache)
     if engine.compile:
         set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
-    # This comes after the load, whose time differs from rank to rank: from here on ranks wait for each other.
+    # Join after the load, whose time differs from rank to rank: from here on ranks wait for each other.
     join_torchrun(engine.stall_timeout)
     runner = parallelize(
         pipe,
@@ -148,7 +148,7 @@ def divide_pipeline(pipe: Any, engine: EngineOptions, plan: Plan, cache: CacheOp
         # Each rank read its share of the weights, and cuts the LoRAs alike.
         load_loras(pipe, cache)
     arguments = cache.build_cache_arguments()
-    # `parallelize` has set this one already.
+    # `parallelize` has set the attention kernel already.
     arguments.pop("attention_backend", None)
     if arguments["cache_config"] is not None or "quantize_config" in arguments:
         enable_working_cache(runner, arguments)
