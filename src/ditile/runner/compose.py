@@ -151,7 +151,7 @@ class Composition:
 
     @property
     def calls_whole_model(self) -> bool:
-        """Return whether no hook is on anything inside the model."""
+        """Return whether the strategies hook nothing inside the model."""
         return isinstance(self.block_hooks, CallCountHooks)
 
     @property
@@ -271,7 +271,7 @@ class Composition:
             if agreement_groups is not None:
                 stack.enter_context(self._attach_caches(batch, agreement_groups))
             stack.enter_context(self._install_block_hooks())
-            # The user's code on a VAE may let images see each other.
+            # User code on a VAE may let images see each other, so each replica then decodes all of them.
             vae = getattr(self.pipe, "vae", None)
             decodes_apart = self.trusts_code or not isinstance(vae, nn.Module) or not list_user_code(vae)
             # The batch goes around the hooks of blocks, so that the model sees only this rank's part of it.
@@ -294,7 +294,7 @@ class Composition:
         """Decode into the host's memory if the call returns PIL images or NumPy arrays anyway."""
         parameter = list_call_parameters(self.pipe).get("output_type")
         output_type = call.get("output_type", getattr(parameter, "default", None))
-        # Several replicas send frames from device to device.
+        # With several replicas, frames are sent from device to device.
         if output_type in ("pil", "np") and self.plan.data == 1:
             install_host_frames(stack, getattr(self.pipe, "vae", None))
 
@@ -652,7 +652,7 @@ def _check_host_memory(offload: BlockOffload | None, mesh: Mesh) -> None:
     kept_bytes = Counter[str]()
     memory_of_host = {}
     own_bytes = 0 if offload is None else offload.count_host_bytes()
-    # Ranks with the same host name share its memory.
+    # Ranks with the same host name share the memory of one host.
     own_entry = [platform.node(), own_bytes, cpus.count_memory_bytes()]
     for host, size, memory in gather_json(own_entry, mesh.everyone):
         kept_bytes[host] += size
@@ -675,7 +675,7 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
 
 
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:
-    """Raise `ModelError` if a ComponentsManager moves weights that must stay in place, or moves any elsewhere."""
+    """Raise `ModelError` if a ComponentsManager moves weights that must stay, or moves any to another device."""
     reader = ""
     if options.recorder is not None:
         reader = "cuda_graphs=True"

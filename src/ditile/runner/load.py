@@ -388,7 +388,7 @@ def find_pipeline_kind(source: ModelSource, workflow: str | None = None) -> Any:
 
     Raises:
         LoadError: if the file cannot be read.
-        ModelError: if a modular pipeline has its own code or unknown blocks, or another one is given a workflow.
+        ModelError: if a modular pipeline has its own code or unknown blocks, or another kind is given a workflow.
     """
     index = read_model_index(source)
     if MODULAR_MARK in index:
@@ -405,7 +405,7 @@ def find_pipeline_kind(source: ModelSource, workflow: str | None = None) -> Any:
 
 
 def choose_text_workflow(name: str, components: ComponentFiles | None = None) -> str | None:
-    """Return a modular pipeline's workflow for calls with only a prompt; None without it, or with one transformer.
+    """Return a modular pipeline's workflow for calls with only a prompt; None if it has none, or one transformer.
 
     Args:
         name, components: as in `load`.

@@ -82,7 +82,7 @@ class CallMeter:
         trace.clear_records()
         trace.on = traced
         trace.device = device
-        # All that run on the device share its counter of peak memory.
+        # Everything that runs on the device shares its counter of peak memory.
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self._clock = DeviceClock(device)

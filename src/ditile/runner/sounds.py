@@ -73,7 +73,7 @@ def list_sounds(pipe: Any, result: Any) -> list[Sound]:
 
 
 def find_sample_rate(pipe: Any) -> int:
-    """Return the sample rate of a pipeline's sounds, as its vocoder, itself or a VAE tells it; 0 if none does."""
+    """Return the sample rate of a pipeline's sounds, as the vocoder, the pipeline or a VAE tells it; 0 if none does."""
     for owner_name in _OWNERS:
         owner = pipe
         if owner_name is not None:

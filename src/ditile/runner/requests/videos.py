@@ -35,7 +35,7 @@ MAX_FRAMES = 2048
 SHEET_COLUMNS = 4
 """The number of frames in a row of a spritesheet."""
 SHEET_WIDTH = 256
-"""The most pixels of a spritesheet's frame, on its longer side."""
+"""The most pixels on the longer side of a spritesheet's frame."""
 CRF = "16"
 """The constant rate factor of x264: with this one a loss can hardly be seen."""
 _MAX_DENOMINATOR = 1001
