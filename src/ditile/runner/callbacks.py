@@ -103,10 +103,10 @@ class StepEndCallbacks:
         names = getattr(self._callback, "tensor_inputs", None) or call.get("callback_on_step_end_tensor_inputs")
         self._tensor_names = ["latents"] if names is None else list(names)
         # Older pipelines take this callback instead, and call it with the latents in every n-th step.
-        self._legacy = call.get("callback")
+        self._legacy_callback = call.get("callback")
         self._legacy_period = call.get("callback_steps", 1)
         asks_for_tensors = bool(self._callback and self._tensor_names)
-        period = self._legacy_period if self._legacy else 0
+        period = self._legacy_period if self._legacy_callback else 0
         # If any rank has a callback, all ranks gather the latents for it.
         everyone = gather_json([asks_for_tensors, period or 0], mesh.within_calls)
         self._gathers_tensors = any(asks for asks, _ in everyone)
@@ -124,7 +124,7 @@ class StepEndCallbacks:
             name = "callback_on_step_end_tensor_inputs"
             if name in list_call_parameters(self._pipe):
                 call[name] = self._tensor_names
-        if self._legacy is not None:
+        if self._legacy_callback is not None:
             call["callback"] = None
 
         # The pipeline's loop updates this bar in each micro-step. The real bar counts steps, on rank 0.
@@ -201,8 +201,8 @@ class StepEndCallbacks:
             self._watcher.on_step(step, num_steps)
         if self._watcher.on_latents is not None and self._is_watched(iteration) and self._mesh.rank == 0:
             self._watcher.on_latents(step, latents)
-        if self._legacy is not None and iteration % self._legacy_period == 0:
-            self._legacy(step, timestep, latents)
+        if self._legacy_callback is not None and iteration % self._legacy_period == 0:
+            self._legacy_callback(step, timestep, latents)
             self.loop.forget_remembered()
 
     def _ends_step(self, iteration: int) -> bool:

@@ -206,7 +206,7 @@ def load(
             if component.config is not None:
                 check_stored_types(component.folder, variant)
     if divided:
-        refuse_saving(ExitStack(), pipe, divided)
+        refuse_saving(ExitStack(), pipe, divided)  # for good: the stack is never closed
     return pipe
 
 
@@ -367,7 +367,7 @@ def load_model(
             return model  # type: ignore[no-any-return]
         model = read_partial_encoder(cls, place, _choose_placement(plan, rank), dtype, **options)
     if is_divided and not DENOISER_NAME.fullmatch(name):
-        install_guards(ExitStack(), model, name)
+        install_guards(ExitStack(), model, name)  # for good: the stack is never closed
     return model  # type: ignore[no-any-return]
 
 

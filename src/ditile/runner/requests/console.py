@@ -74,7 +74,7 @@ def make_numbered_tables(labels: Sequence[str], columns: Mapping[str, Sequence[s
     from rich.table import Table
 
     column_groups: list[list[str]] = []
-    used = LINE_WIDTH
+    used = LINE_WIDTH  # so that the first title begins a table
     for title, texts in columns.items():
         width = 3 + max(map(len, [title, *texts]))
         if used + width > LINE_WIDTH:
