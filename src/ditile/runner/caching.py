@@ -142,8 +142,8 @@ def enable_cache(
     disable_cache(pipe)
     try:
         with ExitStack() as stack:
-            for model in adapted:
-                stack.callback(model.undo)
+            for adapter in adapted:
+                stack.callback(adapter.undo)
             runner = _divide_and_quantize(stack, pipe, transformers, division, kernel, quantization)
             _install_caches(stack, pipe, caches, adapted, config, runner)
             arguments = (pipe_or_adapter, config, calibrator, params_modifiers, division, attention_backend)
@@ -472,7 +472,7 @@ def _install_caches(
         return
     clock = None
     if not _has_known_loop(pipe):
-        separate_cfg = any(model.has_separate_cfg for model in adapted)
+        separate_cfg = any(adapter.has_separate_cfg for adapter in adapted)
         steps = None
         if config is not None:
             separate_cfg = separate_cfg or bool(config.enable_separate_cfg)

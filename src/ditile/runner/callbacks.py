@@ -180,15 +180,15 @@ class StepEndCallbacks:
 
     def _handle_step_end(self, iteration: int, timestep: Any, latents: Tensor) -> None:
         generation = self.loop.generation
-        text = None
-        references = 0
+        text_tokens = None
+        reference_tokens = 0
         # Each branch of guidance has its own layout; the report takes the first one.
         if generation.layouts:
             layout = next(iter(generation.layouts.values())).layout
-            text = layout.text
-            references = layout.count_reference_tokens()
+            text_tokens = layout.text
+            reference_tokens = layout.count_reference_tokens()
         computed = not generation.is_forecast and generation.schedule.computes_references(generation.micro_step.step)
-        self._meter.record_step_end(generation.memory.key_bytes, text, references, computed=computed)
+        self._meter.record_step_end(generation.memory.key_bytes, text_tokens, reference_tokens, computed=computed)
         if self.decodes_alone and iteration == self._num_iterations - 1:
             note_local_work()
         if not self._ends_step(iteration):

@@ -179,8 +179,8 @@ class Composition:
         reason = self.block_hooks.explain_refusal(self.resident_blocks)
         if self.offload is not None:
             reason = reason or explain_offload_refusal(self.block_hooks.models)
-        reader = "" if self.recorder is None else "cuda_graphs=True"
-        reason = reason or explain_manager_refusal(self.pipe, self.device, reader)
+        reading_option = "" if self.recorder is None else "cuda_graphs=True"
+        reason = reason or explain_manager_refusal(self.pipe, self.device, reading_option)
         # With a serial plan, a call that cannot stream weights runs serially instead.
         if self.serial_plan is None:
             reason = reason or self.explain_streaming_refusal()
@@ -503,13 +503,13 @@ class LayerAttentionBuilder:
         for axis in (self._mesh["ring"], self._mesh["gather"]):
             if axis.num_ranks > 1:
                 gather = AxisGather(axis, traffic, find_bases)
-        fresh: FreshKeys | RingKeys = FreshKeys(kernel, gather)
+        fresh_keys: FreshKeys | RingKeys = FreshKeys(kernel, gather)
         if self._plan.ring > 1:
-            fresh = RingKeys(self._mesh["ring"], kernel, traffic, find_bases)
-        keys: KeySource = fresh
+            fresh_keys = RingKeys(self._mesh["ring"], kernel, traffic, find_bases)
+        keys: KeySource = fresh_keys
         # A single patch needs no keys from the previous step.
         if self._plan.num_patches > 1:
-            keys = self.stale_keys(generation, layer, kernel, fresh, gather, check=self._checks)
+            keys = self.stale_keys(generation, layer, kernel, fresh_keys, gather, check=self._checks)
         # This source goes around the others, and replaces them in the steps that the group computes.
         if self._warmup_group is not None:
             keys = WarmupGroupKeys(generation, layer, self._warmup_group, kernel, keys)
@@ -676,14 +676,14 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
 
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:
     """Raise `ModelError` if a ComponentsManager moves weights that must stay, or moves any to another device."""
-    reader = ""
+    reading_option = ""
     if options.recorder is not None:
-        reader = "cuda_graphs=True"
+        reading_option = "cuda_graphs=True"
     elif plan.warmup_mode == "sequence":
-        reader = "warmup_mode=sequence"
+        reading_option = "warmup_mode=sequence"
     elif plan.offload == "blocks":
-        reader = "offload=blocks"
-    if reason := explain_manager_refusal(pipe, device, reader):
+        reading_option = "offload=blocks"
+    if reason := explain_manager_refusal(pipe, device, reading_option):
         raise ModelError(reason)
 
 
@@ -801,11 +801,11 @@ def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> Tr
 
 def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, mesh: Mesh) -> tuple[Plan, Plan | None]:
     """Return the plan with a mode in place of auto, and the plan for calls that its warmup group cannot serve."""
-    shared = plan.resolve_warmup()
-    serial = plan.resolve_warmup(streams=False)
+    group_plan = plan.resolve_warmup()
+    serial_plan = plan.resolve_warmup(streams=False)
     # The plan names a mode, or `auto` has none to choose from.
-    if shared == serial:
-        return shared, None
+    if group_plan == serial_plan:
+        return group_plan, None
     reasons = (
         _may_change(block_hooks),
         bool(find_offload_devices(pipe)),
@@ -813,8 +813,8 @@ def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, me
     )
     # All ranks choose the same mode: the serial one if any rank cannot send its weights.
     if any(gather_json(any(reasons), mesh.everyone)):
-        return serial, None
-    return shared, serial
+        return serial_plan, None
+    return group_plan, serial_plan
 
 
 def _build_warmup_group(

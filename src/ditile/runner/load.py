@@ -230,10 +230,10 @@ def load_component(
     source = find_transformer_source(name, component_name, components)
     weight_dtype = choose_weight_dtype(source, dtype)
     with convert_build_errors(name):
-        there = {component.name: component for component in list_components(source)}
-        if component_name not in there:
-            raise ModelError(f"{name!r} has no component {component_name!r}; there are {', '.join(there)}")
-        component = there[component_name]
+        by_name = {component.name: component for component in list_components(source)}
+        if component_name not in by_name:
+            raise ModelError(f"{name!r} has no component {component_name!r}; there are {', '.join(by_name)}")
+        component = by_name[component_name]
         if component.cls is None:
             # The class of a vocoder is in the package of its pipeline.
             package = getattr(diffusers.pipelines, str(component.library), None)
@@ -373,8 +373,8 @@ def load_model(
 
 def _choose_placement(plan: Plan, rank: int) -> EncoderPlacement:
     """Return the part of the text encoders on a rank of a plan."""
-    image = next(ranks for ranks in list_subgroups(plan, IMAGE) if rank in ranks)
-    return EncoderPlacement.choose_placement(plan, image.index(rank))
+    image_ranks = next(ranks for ranks in list_subgroups(plan, IMAGE) if rank in ranks)
+    return EncoderPlacement.choose_placement(plan, image_ranks.index(rank))
 
 
 def find_pipeline_kind(source: ModelSource, workflow: str | None = None) -> Any:
@@ -678,10 +678,10 @@ def check_component_packages(components: Sequence[Component]) -> None:
         # transformers has a placeholder for a class that lacks a package, or for the video part of a processor. It
         # lists the packages in `_backends`, and raises when asked for a method.
         cls: Any = component.cls
-        lacking = getattr(cls, "_backends", ())
-        if not lacking and hasattr(cls, "get_attributes") and "video_processor" in cls.get_attributes():
-            lacking = getattr(transformers.AutoVideoProcessor, "_backends", ())
-        if "torchvision" in lacking and not is_installed("torchvision"):
+        needed_packages = getattr(cls, "_backends", ())
+        if not needed_packages and hasattr(cls, "get_attributes") and "video_processor" in cls.get_attributes():
+            needed_packages = getattr(transformers.AutoVideoProcessor, "_backends", ())
+        if "torchvision" in needed_packages and not is_installed("torchvision"):
             needed_by = f"{component.name} of {component.source}, a {component.class_name},"
             raise ModelError(f"{needed_by} needs torchvision, which is not installed; {advise_torchvision()}")
 

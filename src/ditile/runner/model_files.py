@@ -535,8 +535,8 @@ def open_gguf(path: Path) -> Any:
             item_type, count = struct.unpack_from(f"{order}IQ", content, start)
             offset = start + 12
             if item_type != gguf.GGUFValueType.STRING:
-                item = self.gguf_scalar_to_np[gguf.GGUFValueType(item_type)]
-                return int(12 + count * item().itemsize)
+                item_class = self.gguf_scalar_to_np[gguf.GGUFValueType(item_type)]
+                return int(12 + count * item_class().itemsize)
             self.num_strings += count
             if self.num_strings > MOST_GGUF_STRINGS:
                 raise ValueError(f"its header has more than {MOST_GGUF_STRINGS} strings")

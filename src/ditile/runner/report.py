@@ -75,9 +75,9 @@ class CallMeter:
         self._traffic = traffic
         self._steps = 0
         self._key_bytes = 0
-        self._references = 0
+        self._reference_tokens = 0
         self._reference_steps: list[int] = []
-        self._text: int | None = None
+        self._text_tokens: int | None = None
         traffic.reset_counts()
         trace.clear_records()
         trace.on = traced
@@ -107,8 +107,8 @@ class CallMeter:
             self._reference_steps.append(self._steps)
         self._steps += 1
         self._key_bytes = key_bytes
-        self._text = text
-        self._references = references
+        self._text_tokens = text
+        self._reference_tokens = references
 
     def build_report(
         self, synchronous: list[int], warmup_mode: str, cache_bytes: int, recorded: RecordedCalls | None = None
@@ -146,9 +146,9 @@ class CallMeter:
             peak_memory_bytes=peak,
             key_bytes=self._key_bytes,
             cache_bytes=cache_bytes,
-            text_tokens=self._text,
+            text_tokens=self._text_tokens,
             recorded=recorded,
-            reference_tokens=self._references,
+            reference_tokens=self._reference_tokens,
             reference_steps=self._reference_steps,
             step_seconds=step_seconds,
             waited=waited,

@@ -62,13 +62,13 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
         )
     num_blocks = len(job.weights.blocks)
     total_parameters = _format_parameters(job.weights.shared + sum(job.weights.blocks))
-    rows = list(map(layout.count_rows, range(layout.num_patches)))
+    rows_of_patches = list(map(layout.count_rows, range(layout.num_patches)))
     parts: list[str | Table] = [
         f"{model}: {job.family.name}, {num_blocks} blocks, {total_parameters}",
         f"plan: {plan}",
         f"image: {shape.width} x {shape.height} px, {shape.num_tokens} tokens (at most {shape.text} of text), "
         f"{shape.steps} steps, batch {shape.batch}, {shape.calls} call(s) per step",
-        f"patches: {len(rows)} of {', '.join(map(str, rows))} token rows",
+        f"patches: {len(rows_of_patches)} of {', '.join(map(str, rows_of_patches))} token rows",
         table,
         f"speed-up over one rank: at most {_format_speed_up_bound(job)}",
     ]

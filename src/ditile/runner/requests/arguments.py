@@ -34,8 +34,8 @@ def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base
     Raises:
         ModelError: if this pipeline does not take an argument that is given, or cannot make the size or the frames.
     """
-    rate = find_argument(pipe, FRAME_RATES)
-    if rate is not None and rate not in base and request.fps is None:
+    rate_name = find_argument(pipe, FRAME_RATES)
+    if rate_name is not None and rate_name not in base and request.fps is None:
         # The model's files say the rate of its videos; a class that conditions on the rate is called with it.
         request = dataclasses.replace(request, fps=read_generation_defaults(request.model).get(FRAME_RATE))
     # A modular pipeline may have no config.
@@ -130,10 +130,10 @@ def check_rotary_table(pipe: Any, call: CallArguments) -> None:
         return
     side = table_rows * find_size_multiple(pipe)
     limits = {"height": side, "width": side}
-    count = find_argument(pipe, FRAME_COUNTS)
-    if count is not None:
+    count_name = find_argument(pipe, FRAME_COUNTS)
+    if count_name is not None:
         # The first latent frame is decoded into one frame, and each later one into several.
-        limits[count] = 1 + (table_rows * patch[0] - 1) * find_frames_ratio(pipe)
+        limits[count_name] = 1 + (table_rows * patch[0] - 1) * find_frames_ratio(pipe)
     for name, limit in limits.items():
         value = call.get(name)
         if is_whole_number(value) and value > limit:

@@ -65,24 +65,24 @@ class CallFacts:
         """
         # The model's own options may be meant for a related class; the options of a request must all be taken.
         requested = dict(collect_request_arguments(request, base))
-        length = self.find_argument(SOUND_LENGTHS)
-        if length is not None and "sound_seconds" in requested:
-            requested[length] = requested.pop("sound_seconds")
-        count = self.find_argument(FRAME_COUNTS)
-        if count is not None and "num_frames" in requested:
-            requested[count] = requested.pop("num_frames")
+        length_name = self.find_argument(SOUND_LENGTHS)
+        if length_name is not None and "sound_seconds" in requested:
+            requested[length_name] = requested.pop("sound_seconds")
+        count_name = self.find_argument(FRAME_COUNTS)
+        if count_name is not None and "num_frames" in requested:
+            requested[count_name] = requested.pop("num_frames")
         elif request.video is not None:
             # The class takes as many frames as the video has.
             requested.pop("num_frames", None)
         # If a class has two strengths, the strength of the noise says how far the result may depart from a video.
         if "strength" in requested and _NOISE_STRENGTH in self.defaults:
             requested[_NOISE_STRENGTH] = requested.pop("strength")
-        rate = self.find_argument(FRAME_RATES)
-        if request.fps is not None and rate is not None:
-            requested[rate] = request.fps
+        rate_name = self.find_argument(FRAME_RATES)
+        if request.fps is not None and rate_name is not None:
+            requested[rate_name] = request.fps
             # Some classes refuse a float, so a whole rate is passed as an int.
             if request.fps == int(request.fps):
-                requested[rate] = int(request.fps)
+                requested[rate_name] = int(request.fps)
         for name in self.needed:
             if getattr(request, name) is None:
                 raise ModelError(f"{self.pipeline} cannot start without {format_flag(name)} FILE")
@@ -108,11 +108,11 @@ class CallFacts:
     def _check_negative_prompt(self, call: CallArguments) -> None:
         rule = self.guidance
         if rule is None:
-            scale = self.find_argument(("true_cfg_scale", "guidance_scale"))
-            if scale is None:
+            scale_name = self.find_argument(("true_cfg_scale", "guidance_scale"))
+            if scale_name is None:
                 # A component of the pipeline decides when a negative prompt has an effect.
                 return
-            rule = GuidanceRule(scales=(scale,))
+            rule = GuidanceRule(scales=(scale_name,))
         values = {**self.defaults, **call}
         if rule.is_guided(values):
             return
@@ -298,10 +298,10 @@ def collect_request_arguments(request: GenerateOptions, base: CallArguments) -> 
     given."""
     arguments = request.to_call_arguments()
     if request.guidance is not None:
-        scale = "guidance_scale"
+        scale_name = "guidance_scale"
         if "true_cfg_scale" in base and request.true_cfg is None:
-            scale = "true_cfg_scale"
-        arguments[scale] = request.guidance
+            scale_name = "true_cfg_scale"
+        arguments[scale_name] = request.guidance
     return arguments
 
 

@@ -64,8 +64,8 @@ def prepare_runner(
 
     needs_whole_model = cuts_loras_with_weights(plan, cache)
     with Status(f"loading {model}") as loading:
-        share = None if needs_whole_model else plan
-        pipe: Any = load(model, dtype=engine.dtype, plan=share, components=components, workflow=workflow)
+        load_plan = None if needs_whole_model else plan
+        pipe: Any = load(model, dtype=engine.dtype, plan=load_plan, components=components, workflow=workflow)
     enable_required_tiling(pipe)
     if conditions:
         pipe = switch_to_conditions(pipe, conditions, controlnet, engine.dtype)
