@@ -1,7 +1,7 @@
-"""Connects caches with a runner: they read the steps from its generation, and all ranks of an image decide alike.
+"""Connects caches with a runner: they read the step of its generation, and the ranks of an image decide alike.
 
-Where only the rules decide, each rank does so by itself. Otherwise ranks of a stage sum what they measured. Under
-PipeFusion the stage that has the last block of the probe decides for each patch by itself. Each stage sends the
+Where only the rules decide, each rank applies them by itself. Otherwise the ranks of a stage sum what they measured.
+Under PipeFusion the stage with the last block of the probe decides on each patch separately. Each stage sends the
 decision to the next one on a CPU group, a few bytes ahead of the activations. Blocks that are left out still pass
 tokens on, so the messages between stages do not depend on decisions.
 """
@@ -72,7 +72,7 @@ class LoopClock:
         patches = range(num_patches) if patch is None else (patch,)
 
         def has_real_text() -> bool:
-            # There is a layout only where ranks split the tokens.
+            # Where no ranks split the tokens there is no layout, and this rank has the text.
             tokens = now.layouts.get((now.branch, now.is_whole))
             return tokens is None or bool(tokens.get_own_part(now.token_patch).text)
 
@@ -160,12 +160,12 @@ class ImageAgreement(CallAgreement):
 
 @dataclass(eq=False)
 class StageAgreement(SkipAgreement):
-    """One rank's part in the decisions of a call of the runner.
+    """One rank's part in the decisions during a runner's call.
 
     Attributes:
         groups: the ranks that decide together.
         now: the generation under way.
-        by_calls: whether the groups of guidance compute calls of their own.
+        by_calls: returns whether each group of guidance computes calls of its own.
         names: block -> its name, for all blocks that are known.
         stages: block -> its stage.
     """
@@ -197,7 +197,7 @@ class StageAgreement(SkipAgreement):
         return self._gather_from_ranks(sums.cpu().double()).sum(dim=0)
 
     def take_first_numbers(self, numbers: Sequence[float]) -> list[float]:
-        """Return the numbers of the first rank in the group: those of other ranks may be rounded otherwise."""
+        """Return the numbers of the first rank in the group: other ranks may have rounded theirs differently."""
         first, *_ = self._gather_from_ranks(torch.tensor(numbers, dtype=torch.float64)).tolist()
         return list(first)
 

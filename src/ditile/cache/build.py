@@ -1,7 +1,7 @@
-"""Builds from settings the chains that leave blocks out. A context is some blocks and their config; it makes a chain
+"""Builds chains, which leave blocks out, from settings. A context is some blocks and their config; it builds a chain
 for each generation.
 
-A config with which no block or no step can ever be left out is explained, with what would work.
+If a config can never leave out a block or a step, this module explains why, and what would work.
 """
 
 from __future__ import annotations
@@ -120,33 +120,33 @@ class CacheContext:
                 own_memory = partial(keep, self.name, place)
             return Residuals(forecaster, hidden=stores_hidden, keep=own_memory)
 
-        first = config.Fn_compute_blocks
-        last = config.Bn_compute_blocks
+        num_first = config.Fn_compute_blocks
+        num_last = config.Bn_compute_blocks
         if isinstance(config, DBPruneConfig):
             dynamic = None
             if config.enable_dynamic_prune_threshold:
                 ratio = config.dynamic_prune_threshold_relax_ratio
                 dynamic = partial(relax_threshold, ratio=ratio, most=config.highest_threshold)
             never = config.non_prune_block_ids
-            chain = DBPrune(self.hooks, decider, make_residuals, first, last, never=never, dynamic=dynamic)
+            chain = DBPrune(self.hooks, decider, make_residuals, num_first, num_last, never=never, dynamic=dynamic)
         else:
             hidden = config.l1_hidden_states_diff_threshold is not None
             # One decider for all blocks; DBPrune makes one for each.
-            chain = DBCache(self.hooks, decider(), make_residuals, first, last, hidden=hidden)
+            chain = DBCache(self.hooks, decider(), make_residuals, num_first, num_last, hidden=hidden)
         if rules.never_skips or not chain.middle:
             return None
         return chain
 
 
 def explain_idle_steps(config: CacheConfig, steps: int) -> str | None:
-    """Explain why settings for skipping steps cannot skip any of `steps` steps. None if they can.
+    """Explain why no step of a generation can be skipped with some settings. None if a step can be.
 
     Raises:
-        ModelError: if a mask has fewer steps.
+        ModelError: if a mask has fewer steps than `steps`.
     """
     if isinstance(config, EasyCacheConfig) and config.threshold > 0 and config.retention_steps + 1 >= steps:
         return f"{config}: all {steps} steps compute then, so nothing can be left out; {config.HINT}"
-    # For other methods that leave out whole calls, their schedule says how many.
+    # The settings of other methods for whole calls say themselves how much is left out.
     if not isinstance(config, BlockCacheConfig):
         return None
     rules = build_skip_rules(config, steps)

@@ -31,7 +31,7 @@ _OLDER_NAMES = {
     "experimental_ulysses_async": "ulysses_async",
     "experimental_ulysses_float8": "ulysses_float8",
 }
-"""Entries of parallel_kwargs that have another name than the argument."""
+"""Older name of an argument, as an entry of parallel_kwargs -> its name here."""
 _PLAN_CHANGES_BY_MODULE: dict[str, dict[str, Any]] = {"text_encoder": {"text": "split"}, "vae": {"vae": "rows"}}
 
 _OFFLOAD = "pipe.transformer.enable_group_offload(..) of diffusers"
@@ -67,7 +67,7 @@ INSTEAD = {
 Size = Count | Literal["auto"] | None
 Backend = Annotated[
     Literal["auto", "cache_dit", "native_diffuser", "native_pytorch", "native_hybrid"],
-    # It may be a member of the enum, or its name in either case.
+    # The value may be a member of the enum, or its name in upper or lower case.
     BeforeValidator(lambda value: str(value).rpartition(".")[2].lower()),
 ]
 
@@ -121,11 +121,11 @@ class RankDivision:
             world: ranks that are running, for a size that is auto; by default those that torchrun started, or one.
 
         Raises:
-            PlanError: if the other sizes do not divide them, or values contradict each other.
+            PlanError: if the other sizes do not divide the running ranks, or values contradict each other.
         """
         degrees: dict[str, Any] = {}
-        for name, degree in AXES.items():
-            degrees[degree] = getattr(self, name) or 1
+        for name, axis in AXES.items():
+            degrees[axis] = getattr(self, name) or 1
         for name in [name for name, degree in degrees.items() if degree == "auto"]:
             degrees[name] = 1
             fixed = Plan(**degrees).world
@@ -148,8 +148,8 @@ class RankDivision:
 
 
 def plan_division(**arguments: Any) -> RankDivision:
-    """Build a division over ranks from cache-dit's `ParallelismConfig`: the fields of `RankDivision`, also in
-    parallel_kwargs, where some have older names.
+    """Build a division over ranks from the arguments of cache-dit's `ParallelismConfig`. These are the fields of
+    `RankDivision`, and parallel_kwargs: a dict of further fields, some under older names.
 
     Raises:
         ModelError: if a name is not known, or a value is out of its range.
@@ -195,8 +195,8 @@ class QuantizeConfig(Fields):
 
     Attributes:
         quant_type, exclude_layers, per_row, group_size: as in `quantize`.
-        components_to_quantize: names of the pipeline's components; or a dict of them, each with the fields that are
-            different for it. None is all transformers and the U-Net.
+        components_to_quantize: names of the pipeline's components; or name -> the fields that differ for this
+            component. None is all transformers and the U-Net.
         precision_plan: a part of a layer's name -> the type of layers that have it in their names.
         regional_quantize: whether only layers in the blocks that the model repeats are quantized.
         repeated_blocks: the classes of those blocks; by default the classes that the model names.

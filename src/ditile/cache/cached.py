@@ -101,9 +101,9 @@ class ModelCache(abc.ABC):
         """End the generation, and drop everything remembered except the numbers that `summary` shows."""
         self.update_reports()
         self._drop_memory()
-        is_whole = all(report.steps == self._num_steps and not report.saved for report in self.reports)
+        all_ran = all(report.steps == self._num_steps and not report.saved for report in self.reports)
         # All ranks decide alike, so only one warns.
-        if self._has_warned or not self.reports or not is_whole or (dist.is_initialized() and dist.get_rank() > 0):
+        if self._has_warned or not self.reports or not all_ran or (dist.is_initialized() and dist.get_rank() > 0):
             return
         self._has_warned = True
         smallest = ""
@@ -146,7 +146,7 @@ class ModelCache(abc.ABC):
 
     @abc.abstractmethod
     def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a call of the model. `moment` is None if all of it must be computed, and nothing remembered."""
+        """Run a call of the model. `moment` is None if everything must be computed, or the call is prepared already."""
 
     def install_cache(self, stack: ExitStack, pipe: Any, clock: CallClock | None) -> None:
         """Put the cache on its model until the stack is closed.
@@ -163,7 +163,7 @@ class ModelCache(abc.ABC):
             self._watch_idle_calls()
             return
         self._clock = self._own_clock = clock
-        # It is innermost, so that no other hook takes it along. If something wraps it, it stays and then does nothing.
+        # This override is innermost, so that no other hook takes it along. If it is wrapped, it stays without effect.
         owner, name = find_innermost_forward(self.transformer)
         watched = WatchedMethod(exclude_from_compile(self._call_forward), getattr(owner, name))
         override_attribute(stack, owner, name, watched, yields_to_newer=True)
@@ -279,7 +279,7 @@ class TransformerCache(ModelCache):
     ) -> None:
         super().__init__(transformer, config)
         self._hooks = hooks
-        # The hooks of a generation that the cache's own clock counts.
+        # The hooks that are installed for a generation of the cache's own clock.
         self._own_hooks = ExitStack()
         self._make_contexts = contexts
         self._calibrator = calibrator
@@ -318,7 +318,7 @@ class TransformerCache(ModelCache):
         kept_buffers: KeptBuffers | None,
         compile_: CompileFunction | None,
     ) -> Iterator[None]:
-        """Put hooks on the blocks in a runner's call, with its clock, agreement, and its memory if it records."""
+        """Put hooks on the blocks for a runner's call, with its clock and agreement, and its memory if it records."""
         own_agreement = self._agreement
         self._agreement = agreement
         if kept_buffers is not None:
@@ -381,7 +381,7 @@ class TransformerCache(ModelCache):
                 steps=self._step + 1,
                 kept_bytes=self.kept_bytes,
                 decisions=decisions,
-                # A chain that measures MagCache has them.
+                # Only the chain that measures ratios for MagCache has them.
                 mag_ratios=getattr(chain, "ratios", []),
             )
             self.reports.append(report)
@@ -435,8 +435,8 @@ class TransformerCache(ModelCache):
         """Decide on a call before it is made, and describe what its blocks do besides using their inputs.
 
         Returns:
-            Equal values for calls that differ only in numbers; None if a number of the call decides, or something is
-            remembered for the first time.
+            Equal values for calls that differ only in the values of tensors; None if such values decide, or something
+            is remembered for the first time.
         """
         if self._clock is None:
             return ()
@@ -456,14 +456,14 @@ class TransformerCache(ModelCache):
         return tuple(decision)
 
     def list_stored_keys(self) -> list[Any] | None:
-        """Return the keys of values that blocks stored in the recorded call; None if some value was new."""
+        """Return the keys under which blocks stored values in the recorded call; None if some key is new."""
         if any(residuals.has_new_keys for residuals in self._described):
             return None
         return [list(residuals.stored) for residuals in self._described]
 
     @contextmanager
     def repeat_call(self) -> Iterator[None]:
-        """Make the last call once more within this context, from the state before it. Nothing is noted."""
+        """Let the caller repeat the last call within this context, from the state before it, without noting it."""
         with ExitStack() as stack:
             for residuals in self._described:
                 stack.enter_context(residuals.go_back())
@@ -472,7 +472,7 @@ class TransformerCache(ModelCache):
             yield
 
     def end_played_call(self, stored: Sequence[Any]) -> None:
-        """Note that a tape made the call, and stored `stored`, a result of `list_stored_keys`."""
+        """Note that a tape made the call, and stored values under `stored`, the result of `list_stored_keys`."""
         self._is_prepared = False
         for residuals, keys in zip(self._described, stored, strict=True):
             residuals.note_played_call(keys, self._step)
@@ -533,7 +533,7 @@ def build_transformer_cache(
             check_one_forecast(*settings)
             own_config, own_calibrator = settings
             if not has_rows:
-                # A modifier cannot change this.
+                # Without rows the whole batch is one unit, whatever a modifier says.
                 own_config = own_config.reset(couple="batch")
             contexts.append(CacheContext(name, context_hooks, own_config, own_calibrator))
         return contexts
@@ -564,8 +564,8 @@ def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample:
         norms = []
         for tensor in tensors:
             # If a tensor does not have these rows, each row gets the norm of the whole tensor.
-            own_rows = batch_size if tensor.ndim and len(tensor) == batch_size else 1
-            flat = tensor.detach().reshape(own_rows, -1)
+            num_rows = batch_size if tensor.ndim and len(tensor) == batch_size else 1
+            flat = tensor.detach().reshape(num_rows, -1)
             dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
             norm = torch.linalg.vector_norm(flat, ord=1, dim=1, dtype=dtype)
             # A ControlNet may be on another device than the model.

@@ -1,4 +1,4 @@
-"""Counts the steps of a model whose loop no runner drives, by its calls."""
+"""Counts the steps of a model by its calls, where no runner drives its loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ditile.plan.errors import StateError
 
 
 class CountedCache(Protocol):
-    """A cache whose images a clock begins and ends."""
+    """A cache whose generations a clock begins and ends."""
 
     def begin_generation(self, steps: int) -> None: ...
 
@@ -89,7 +89,7 @@ class CallClock:
     def end_model_call(self, model: LabelledModel) -> None:
         """Count a call of the model that has returned; the last one of an image ends the generation."""
         self._branch += 1
-        # Labelled calls are as many as in the longest of the steps before.
+        # A step of labelled calls has as many of them as the longest step before it.
         calls = self._most_calls if self._labels else self._calls_per_step
         if self._steps is not None and self._step + 1 >= self._steps and self._branch >= calls:
             self.end_generation()

@@ -1,8 +1,8 @@
 """The settings of a cache: frozen configs, which are checked when they are made. Nothing here imports torch.
 
 The names are those of cache-dit, so that its scripts run. The type of a field limits its values. The table
-`CACHE_WORDS` has the other names of a field: a flag, a word in a line, a letter in `strify`. A step below is one call
-of the transformer with its branches of guidance, counted from 0.
+`CACHE_WORDS` has the other names of a field: a flag, a word in a line, a letter in `strify`. In this module a step has
+one transformer call for each branch of guidance, or one for all of them; steps are counted from 0.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class CacheConfig(Fields):
 
     # Without annotations, so that these are not fields.
     WORDS = dict[str, str]()
-    """Word of a cache in one line -> field; the first word is the method's own."""
+    """Word in the line of a cache -> field; the first word names the method."""
     HAS_FORECAST = False
     """Whether the method has its own forecast, and takes no calibrator."""
 
@@ -127,7 +127,7 @@ class CallCacheConfig(CacheConfig):
     HAS_FORECAST = True
 
     def explain_plan_refusal(self, plan: Plan) -> str | None:
-        """Explain why a plan cannot use it, or return None."""
+        """Explain why a plan cannot use this cache, or return None."""
         return None
 
 
@@ -195,22 +195,22 @@ class DBCacheConfig(BlockCacheConfig):
             never caches, 1 or more always.
         max_warmup_steps: number of first steps that always compute.
         warmup_interval: compute every n-th warmup step.
-        max_cached_steps: most cached steps of a generation; -1 sets no limit.
-        max_continuous_cached_steps: most cached steps in a row; -1 sets no limit.
+        max_cached_steps: the limit of cached steps in a generation; -1 sets none.
+        max_continuous_cached_steps: the limit of cached steps in a row; -1 sets none.
         max_accumulated_residual_diff_threshold: a step computes if the sum of its difference and the differences of
             all cached steps reaches this; None sets no budget.
         accumulated_resets: whether the sum restarts at each computed step (as in TeaCache, arXiv 2411.19108) or runs
             over the whole generation.
         steps_computation_mask: 1 for each step that computes, 0 for each that may be cached; or a preset that fits any
-            number of steps: slow, medium, fast, ultra. A warmup longer than the mask's leading 1s is cut to
-            them. None uses no mask. A mask longer than the generation is cut, a shorter one is refused when it begins.
+            number of steps: slow, medium, fast, ultra. A warmup longer than the mask's leading 1s is cut to them. None
+            uses no mask. A mask longer than the generation is cut, and a shorter one makes the generation fail.
         steps_computation_policy: whether steps with a 0 in the mask are cached if the difference is small (dynamic), or
             always (static). A step computes if nothing is stored yet.
         cfg_compute_first: ignored: branches keep the pipeline's order.
         cfg_diff_compute_separate: False uses the difference of a step's first branch for all branches.
         l1_hidden_states_diff_threshold: if set, replaces residual_diff_threshold, and compares what the first blocks
             return instead of what they add.
-        important_condition_threshold: above 0, only tokens whose own relative difference exceeds this count.
+        important_condition_threshold: above 0, only tokens count whose own relative difference exceeds this.
         downsample_factor: n compares only every n-th channel.
         store: the value kept of a computed step: what the middle blocks added, or what they returned.
 
@@ -262,7 +262,7 @@ class DBPruneConfig(DBCacheConfig):
 
     Attributes:
         enable_dynamic_prune_threshold: whether the threshold of a step rises with the mean of its first 5 differences.
-        max_dynamic_prune_threshold: how far the threshold may rise; None is twice residual_diff_threshold.
+        max_dynamic_prune_threshold: the threshold rises only to less than this; None is twice residual_diff_threshold.
         dynamic_prune_threshold_relax_ratio: the factor for that mean.
         non_prune_block_ids: indices of further blocks that always compute, besides the first Fn and the last Bn.
 
@@ -297,7 +297,7 @@ class Calibration(Fields):
         enable_calibrator: whether to forecast the image stream.
         enable_encoder_calibrator: whether to forecast the text stream.
         calibrator_cache_type: the stored and forecast value: what the middle blocks added, or what they returned.
-        calibrator_type: a field of each calibrator; it is accepted, and is the name of its class.
+        calibrator_type: the calibrator's name in a config file; each subclass has this field, with one allowed value.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -333,7 +333,7 @@ class TaylorSeerCalibratorConfig(Calibration):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoCaCalibratorConfig(Calibration):
-    """FoCa: a forecast by the slope at the last computed step, corrected by the slope there (arXiv 2508.16211).
+    """FoCa: a step along the mean of the slopes at the last computed step and at a first forecast (arXiv 2508.16211).
 
     Its fields are as in `Calibration`.
     """
@@ -346,9 +346,9 @@ class DMDCalibratorConfig(Calibration):
     """Dynamic mode decomposition: a sum of exponentials through the last computed steps (Schmid 2010).
 
     Attributes:
-        dmd_history: number of computed steps that are kept; with fewer than 4 evenly spaced steps it takes a line.
-        dmd_rank: most exponentials; None or 0 takes all whose singular value is not noise.
-        dmd_ridge: added to each singular value before it divides, relative to the first one.
+        dmd_history: number of computed steps that are kept; fewer than 4 evenly spaced ones are continued by a line.
+        dmd_rank: the limit of exponentials; None or 0 takes all whose singular value is not noise.
+        dmd_ridge: added to each singular value before it divides, relative to the largest one.
         dmd_svd_precision: ignored: the decomposition is small, and always in double precision.
 
     The others are as in `Calibration`.
@@ -363,7 +363,7 @@ class DMDCalibratorConfig(Calibration):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamsModifier(Fields):
-    """The differences for one list of blocks; `merge_configs` merges them with the settings of the pipeline.
+    """The settings of one list of blocks that differ from the pipeline's; `merge_configs` merges both.
 
     Attributes:
         cache_config: its given fields override the pipeline's.
@@ -384,7 +384,7 @@ class ParamsModifier(Fields):
     def over(
         self, cache_config: BlockCacheConfig, calibrator_config: Calibration | None
     ) -> tuple[BlockCacheConfig, Calibration | None]:
-        """Merge the configs of its list with the pipeline's `cache_config` and `calibrator_config`."""
+        """Merge the configs of this list with the pipeline's `cache_config` and `calibrator_config`."""
         cache = merge_configs(cache_config, self.cache_config)
         return cache or cache_config, merge_configs(calibrator_config, self.calibrator_config)
 
@@ -451,9 +451,9 @@ CACHE_WORDS = {
 def format_cache_config(cache: CacheConfig, calibrator: Calibration | None = None) -> str:
     """Format the settings in one word, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1` or `SeaCache_0.3_MC1`.
 
-    F and B: first and last blocks. W, I: warmup and its interval. M, MC: limits of cached steps and of those in a row,
-    0 for none. R: the threshold. SCM: the mask and its policy. T1O1, FoCa, DMDH6: the calibrator. Of other methods: the
-    first value, and the words of values that were given.
+    F and B: first and last blocks. W, I: warmup and its interval. M, MC: limits of cached steps, in all and in a row;
+    0 is no limit. R: the threshold. SCM: the mask and its policy. T1O1, FoCa, DMDH6: the calibrator. Other methods show
+    their first value, and the words of the values that were given.
     """
     parts = [type(cache).__name__.removesuffix("Config")]
     if isinstance(cache, DBCacheConfig):
@@ -501,8 +501,8 @@ def merge_configs(base: C | None, modifier: C | None) -> C | None:
     """Merge the pipeline's config with the changes of a list's modifier.
 
     Fields that were given to the modifier, when it was made or by `reset`, win, even with the default value
-    (`dataclasses.replace` gives all fields). The other fields are the base's. The result has the subclass of the two
-    classes, such as `DBPruneConfig`; if the classes are unrelated (two different calibrators), the modifier is the
+    (`dataclasses.replace` gives all fields). The other fields are the base's. The result has the more derived of the
+    two classes, such as `DBPruneConfig`; if the classes are unrelated (two different calibrators), the modifier is the
     result. If one config is None, the result is the other.
     """
     if base is None:
@@ -510,13 +510,13 @@ def merge_configs(base: C | None, modifier: C | None) -> C | None:
     if modifier is None:
         return base
     if isinstance(modifier, type(base)):
-        narrow = type(modifier)
+        subclass = type(modifier)
     elif isinstance(base, type(modifier)):
-        narrow = type(base)
+        subclass = type(base)
     else:
         return modifier
     changes = {name: getattr(modifier, name) for name in modifier.given}
-    return _rebuild_config(narrow, base.values() | changes, base.given | modifier.given)
+    return _rebuild_config(subclass, base.values() | changes, base.given | modifier.given)
 
 
 def check_known(what: str, name: Any, known: Iterable[str]) -> None:

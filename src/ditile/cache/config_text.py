@@ -98,7 +98,7 @@ CACHE_METHODS = (
 MAX_VALUES = 100_000
 MAX_DEPTH = 32
 MAX_BITS = 1024
-"""The most values, levels and bits of a number in a file of settings, its aliases expanded: more than settings need."""
+"""Limits of a settings file with its aliases expanded: values, levels, and bits of a number. No settings reach them."""
 METHODS_BY_NAME = {method.name: method for method in CACHE_METHODS}
 METHODS_BY_WORD = {"prune": METHODS_BY_NAME["dbprune"]}
 """A word by which a line names a method -> the method."""
@@ -118,7 +118,7 @@ _WITHOUT_VALUE = ("resets", "prune", *_FORECASTS)
 
 
 ConfigSource = str | PathLike[str] | Mapping[str, Any]
-"""A `.json` file, or one in YAML; or its content."""
+"""The path of a JSON file (`.json`) or a YAML file (any other), or the content of such a file."""
 
 
 @checked()
@@ -126,7 +126,7 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
     """Load the keyword arguments of `enable_cache` from a file, or from its content.
 
     Args:
-        path_or_dict: a `.json` file, or one in YAML; or its content. A file without sections is a cache_config.
+        path_or_dict: the path of a `.json` file or a YAML file, or its content. Without sections it is a cache_config.
         return_dict: False returns only the values, in the order below.
         reset: ignored; accepted for cache-dit compatibility, because a config already records which fields were set.
 
@@ -224,11 +224,11 @@ def _read_config_file(path: Path) -> Mapping[str, Any]:
         # Aliases of YAML may stand for billions of values.
         level = [content]
         count = 0
-        # Level by level: each value of an alias is counted as often as it is used, without following it to its end.
+        # Values are counted level by level, as often as aliases use them, until a limit: no alias is followed further.
         for _ in range(MAX_DEPTH):
             inner = []
             for value in level:
-                # No message could show it: Python refuses to write out a number of thousands of digits.
+                # No message could show such a number: Python refuses to write out thousands of digits.
                 if isinstance(value, int) and value.bit_length() > MAX_BITS:
                     raise ValueError(f"it has a number of more than {MAX_BITS} bits")
                 if isinstance(value, Mapping):
@@ -322,8 +322,8 @@ def parse_cache_line(line: str) -> CallArguments:
     """Parse a line into keyword arguments of `enable_cache`. For `none` the cache_config is None.
 
     Raises:
-        ModelError: if the line is empty, a word or value is not known, a field is there twice, there are two
-            methods or calibrators, or `reach` is there without `taylor`.
+        ModelError: if the line is empty, a word or value is not known, a field is given twice, two methods or
+            calibrators are named, or `reach` is given without `taylor`.
     """
     if line.strip() == NO_CACHE:
         return {"cache_config": None}
@@ -357,7 +357,7 @@ def parse_cache_line(line: str) -> CallArguments:
         if word in _FORECASTS:
             section[f"enable_{_FORECASTS[word]}"] = True
         entry = entries[word]
-        # A word that names something may stand without a value.
+        # A word that names a method or a calibrator may have no value.
         if not text and (word in METHODS_BY_WORD or word in _FORECASTS):
             continue
         if not text and word in CACHE_WORDS and word not in _WITHOUT_VALUE:
@@ -375,7 +375,7 @@ def parse_cache_line(line: str) -> CallArguments:
 
 
 def _parse_word_value(text: str) -> Any:
-    """Parse a number or a truth value. Other text is returned unchanged."""
+    """Parse a number or a truth value; "" is true. Return other text unchanged."""
     if text in ("", "true", "false"):
         return text != "false"
     for number_type in (int, float):

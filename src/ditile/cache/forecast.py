@@ -113,7 +113,7 @@ class Forecaster(abc.ABC):
         self._tensors = self._slots[: len(self._steps)]
 
     def describe_state(self, step: int) -> Hashable | None:
-        """Return the state on which a call at a step depends; None if it depends on values of tensors too."""
+        """Return the state on which a call at a step depends; None if it includes values, or memory moves."""
         if not self._slots:
             return None
         distances = tuple(step - computed_step for computed_step in self._steps)
@@ -265,7 +265,7 @@ class FoCa(_Newton):
     The second order backward formula (BDF2, for uneven gaps) gives the slope at the last computed step. A step along
     that slope ends at a first forecast, where the same formula gives a second slope. A step along the mean of both
     slopes (Heun) is the result. Two computed steps give a line, one gives reuse. FoCa is exact on lines whatever the
-    gaps. Far from the last computed step it counts half of a parabola's curvature, and so overshoots less.
+    gaps. It counts half of a parabola's curvature, and less of it far from the last computed step: it overshoots less.
 
     The paper feeds forecasts back as if they had been computed. Here only computed steps count.
 
@@ -279,8 +279,8 @@ class FoCa(_Newton):
     def compute_weights(self, step: int) -> list[float]:
         """Return the weights of a step along the mean of both slopes.
 
-        With d1, d2 the divided differences at the last step n, g the gap to it and p the one before it, the slope at n
-        is d1 + p d2. With w = g / p the slope at the forecast is d1 + p d2 (1 + w / (1 + w)).
+        With d1, d2 the divided differences at the last step n, p the gap before n and g the gap from n to the forecast,
+        the slope at n is d1 + p d2. With w = g / p the slope at the forecast is d1 + p d2 (1 + w / (1 + w)).
         """
         steps = self._steps
         gap = step - steps[0]
@@ -294,7 +294,7 @@ class FoCa(_Newton):
 MIN_SNAPSHOTS = 4
 """An oscillation has two eigenvalues, and finding two takes three pairs of snapshots."""
 NOISE = 1e-4
-"""Singular values below this share of the first one are noise."""
+"""Singular values below this share of the largest one are noise."""
 CHUNK_ELEMENTS = 2**20
 """Elements of each snapshot that are widened to float64 at a time."""
 
@@ -313,8 +313,8 @@ class DMD(Forecaster):
 
     Args:
         history: snapshots that are kept.
-        rank: exponentials at most; None takes all whose singular value is not noise.
-        ridge: added to each singular value before it divides, relative to the first one.
+        rank: the limit of exponentials; None takes all whose singular value is not noise.
+        ridge: added to each singular value before it divides, relative to the largest one.
         store_dtype: the type of snapshots; None is the type of the values.
         total: sums inner products over the ranks that hold parts of the sequence.
     """
@@ -443,18 +443,18 @@ class Modes:
         squares, vectors = torch.linalg.eigh(gram[:-1, :-1])
         # `eigh` has the smallest first; rounding makes some of them negative.
         singular = squares.clamp(min=0).sqrt().flip(0)
-        first = float(singular[0])
-        num_above_noise = int((singular > NOISE * first).sum())
+        largest = float(singular[0])
+        num_above_noise = int((singular > NOISE * largest).sum())
         count = min(num_above_noise, rank or len(singular))
         # Snapshots of zeros have no modes, nor do those with NaN or infinity.
-        if not first > 0 or not math.isfinite(first):
+        if not largest > 0 or not math.isfinite(largest):
             return
-        inverse = vectors.flip(1)[:, :count] / (singular[:count] + ridge * first)
+        inverse = vectors.flip(1)[:, :count] / (singular[:count] + ridge * largest)
         eigenvalues, eigenvectors = torch.linalg.eig(inverse.T @ gram[:-1, 1:] @ inverse)
         coefficients = inverse.to(eigenvectors.dtype) @ eigenvectors
-        later, basis = torch.linalg.eigh(gram[1:, 1:])
+        later_squares, basis = torch.linalg.eigh(gram[1:, 1:])
         # root^T root is the matrix of inner products, so root stands for the snapshots in a least squares fit.
-        root = (later.clamp(min=0).sqrt()[:, None] * basis.T).to(eigenvectors.dtype)
+        root = (later_squares.clamp(min=0).sqrt()[:, None] * basis.T).to(eigenvectors.dtype)
         solution = torch.linalg.lstsq(root @ coefficients, root[:, -1:], driver="gelsd").solution
         self._fit = (eigenvalues, coefficients, solution[:, 0])
 

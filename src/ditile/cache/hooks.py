@@ -1,6 +1,6 @@
 """Hooks of a cache around the blocks of a transformer, on the instances, for the length of a call or of an image.
 
-At most blocks a hook has nothing to do, and then costs one attribute and one call. The hooks of a runner wrap it.
+Most hooks have nothing to do in a call, and then cost one attribute and one call. The hooks of a runner wrap them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CacheHook:
         """Install the hook around the block until the stack is closed.
 
         Args:
-            compile_: compiles the block's forward, where the block was not compiled by itself.
+            compile_: compiles the block's forward, unless the block itself is compiled.
         """
 
         def wrap(forward: ForwardCall) -> ForwardCall:

@@ -24,7 +24,7 @@ PERCENTILES = (0, 25, 50, 75, 95, 100)
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The decisions on one image (or row, or batch), branch of guidance and patch; in DBPrune also block.
+    """The decisions on one image (or row, or batch), branch of guidance, patch and, in DBPrune, block.
 
     Attributes:
         skipped: the steps that were left out.
@@ -100,8 +100,8 @@ def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[C
     branches.
 
     Args:
-        reports_by_rank: ((replica, half of guidance, stage), reports) of each rank. Ranks of one place have the same
-            decisions. Halves of guidance have the same, or each has its own branch. Replicas have other images.
+        reports_by_rank: ((replica, half of guidance, stage), reports) of each rank. Ranks of one such place made the
+            same decisions. Halves of guidance made the same, or each on a branch of its own. Replicas have own images.
     """
     reports_by_stage: dict[int, dict[tuple[int, int], Sequence[ContextReport]]] = {}
     # The reports are read backwards, so those of the first rank of a place are kept.
@@ -111,16 +111,16 @@ def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[C
     for stage, reports_by_half in sorted(reports_by_stage.items()):
         count = max(map(len, reports_by_half.values()))
         # A replica without images has no reports.
-        complete = [half for half, reports in sorted(reports_by_half.items()) if len(reports) == count]
+        complete = [place for place, reports in sorted(reports_by_half.items()) if len(reports) == count]
         for number in range(count):
-            context = {half: reports_by_half[half][number] for half in complete}
+            context = {place: reports_by_half[place][number] for place in complete}
             context_reports.append(_merge_context_reports(stage, context))
     return context_reports
 
 
 def _merge_context_reports(stage: int, reports_by_half: dict[tuple[int, int], ContextReport]) -> ContextReport:
-    """Merge the reports of one context of one stage, by replica and half of guidance."""
-    # The decisions on a branch in a replica, by each half that has some.
+    """Merge the reports of one context in one stage. Their keys are (replica, half of guidance)."""
+    # (replica, branch) -> the decisions of each half that has some on this branch.
     choices: dict[tuple[int, int], list[list[Decisions]]] = {}
     get_branch = operator.attrgetter("branch")
     for (replica, _), report in reports_by_half.items():

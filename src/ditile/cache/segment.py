@@ -235,7 +235,7 @@ class Residuals:
             for unit, skipped in zip(call.units, skips, strict=True):
                 if skipped:
                     continue
-                # A slice would keep the tokens of the whole batch in memory.
+                # A slice that is not cloned would keep the tokens of the whole batch in memory.
                 value = tokens[unit.batch_slice].clone() if unit.among > 1 else tokens
                 self._get_forecaster(stream, call, patch, unit).add_computed_step(call.step, value)
                 self.stored.append(self._make_forecaster_key(stream, call, patch, unit))

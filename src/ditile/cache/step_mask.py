@@ -48,11 +48,11 @@ def steps_mask(
         A 1 for each step that computes, a 0 for each that may be cached. The last step always computes.
 
     Raises:
-        ModelError: if both or neither are given, a bin is not a whole number from 1, bins do not interleave, they
-            cover fewer steps than `total_steps`, or the preset is not known.
+        ModelError: if bins and a preset are given, or neither, a bin is not a whole number from 1, bins do not
+            interleave or cover fewer steps than `total_steps`, or the preset is not known.
     """
-    bins = compute_bins is not None or cache_bins is not None
-    if bins == (mask_policy is not None):
+    has_bins = compute_bins is not None or cache_bins is not None
+    if has_bins == (mask_policy is not None):
         presets = ", ".join(PRESET_BINS)
         raise ModelError(
             f"compute_bins={compute_bins!r} and mask_policy={mask_policy!r}: give bins, or one of {presets}"
@@ -145,7 +145,7 @@ def check_step_mask(mask: Any) -> tuple[int, ...] | str | None:
 
 
 def resolve_step_mask(mask: Sequence[int] | str | None, steps: int) -> tuple[int, ...] | None:
-    """Return the mask of a generation: the preset for its number of steps, or the user's mask, cut to it.
+    """Return the mask of a generation: the preset for its number of steps, or the user's mask, cut to that number.
 
     Args:
         mask: as `DBCacheConfig.steps_computation_mask`; None stands for no mask.

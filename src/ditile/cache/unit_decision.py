@@ -102,7 +102,7 @@ class CacheCall(NamedTuple):
 
 
 class Feature(Protocol):
-    """A value that is compared instead of tokens, with its value in the previous step, computed or skipped.
+    """A value to compare in place of tokens. It is compared with its value in the previous step, computed or skipped.
 
     Every rank has the whole value, so all ranks take the differences of the first rank.
     """
@@ -130,11 +130,11 @@ class UnitState:
 
 @dataclass(frozen=True, eq=False)
 class SkipDecider:
-    """Decides on one set of blocks.
+    """Decides in each step whether one set of blocks is left out.
 
     Attributes:
         rules: when a step may be left out.
-        difference: measures two probes.
+        difference: measures how far two probes are apart.
         dtype: the type in which probes are kept; None is their own.
         shares: whether the difference of a step's first branch counts for its other branches too.
         feature: what is compared in place of probes.
@@ -169,8 +169,8 @@ class SkipDecider:
                 differences = first_branch
             else:
                 sums = self._sum_changes(parts, call, states_by_unit, verdicts)
-                # All ranks call this, even if no unit needs a difference, because the sums of all units are one
-                # message. Each rank has the whole feature, but only a part of the tokens.
+                # The sums of all units are one message, also of units that need none, so all ranks send alike. A
+                # feature is not summed: each rank has all of it, but only a part of the tokens.
                 if self.feature is None:
                     sums = agreement.sum_over_ranks(sums)
                 differences = [_find_largest_difference(*unit_numbers) for unit_numbers in sums.tolist()]
@@ -189,7 +189,7 @@ class SkipDecider:
             skipped = verdicts[place] is RuleVerdict.SKIP
             if difference is not None:
                 threshold = None if thresholds is None else thresholds[place]
-                # A budget is spent patch by patch, so each patch of the unit must allow it.
+                # A budget is spent patch by patch, so each patch of the unit must allow the skip.
                 allowed = [self.rules.should_skip_step(difference, state.record, threshold) for state in states]
                 skipped = all(allowed)
             for state in states:
@@ -228,7 +228,7 @@ class SkipDecider:
             for unit, skipped in zip(call.units, skips, strict=True):
                 if skipped:
                     continue
-                # A slice would keep the probe of the whole batch in memory.
+                # A slice that is not cloned would keep the probe of the whole batch in memory.
                 unit_probe = tokens[unit.batch_slice].clone() if unit.among > 1 else tokens
                 if self.dtype is not None:
                     unit_probe = unit_probe.to(self.dtype)
@@ -293,7 +293,7 @@ class SkipDecider:
                     state.size = size
                 measured += (change, size)
         sums = torch.stack(measured).view(len(verdicts), -1)
-        # The patches of a unit are decided on together.
+        # The patches of a unit are decided on together, so their sums are added.
         if sums.shape[1] > 2:
             sums = sums.double().view(len(verdicts), -1, 2).sum(dim=1)
         if call.control is None:
@@ -345,7 +345,7 @@ class Difference:
     every: int = 1
 
     def sum_change_and_size(self, before: Tensor, now: Tensor, size: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the sums of the absolute difference and of the absolute value before.
+        """Return the sum of the absolute changes, and the sum of the absolute values in `before`.
 
         Args:
             before, now: `[rows, tokens, channels]`; sums are in fp32, or in fp64 if these are.

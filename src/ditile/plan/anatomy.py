@@ -31,7 +31,7 @@ ROWS = "*"
 """The kind of a list with an item for each row of the batch."""
 
 LOCAL = "-"
-"""The kind of an attention call whose keys every rank has: to a text that does not go through the blocks."""
+"""The kind of an attention call whose keys every rank has: those of a text that does not go through the blocks."""
 
 FURTHER = "+"
 """A marker in the kind of an attention call for extra keys among its own, which every rank has whole.
@@ -41,7 +41,7 @@ In `+N` and `N+` they are before or after the image; in `+J` and `J+`, before or
 """
 
 REAL_PAIRS = "&"
-"""A marker after the kind of an attention call: its mask has a pair for each query and key that are both real."""
+"""A marker after the kind of an attention call: its mask allows a pair if query and key are both real, not padding."""
 
 Kinds = tuple[str, ...]
 """A word for each leaf of an argument."""

@@ -8,12 +8,11 @@ p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ra
     gather         as many bytes as ring, gathered in one exchange a layer
     distrifusion   2 (n - 1) / n L b p C e            keys and values of a rank's own patch to all
     tensor         2 (n - 1) / n b l C e for each sum over l tokens; a gather of them (split_scheme=sequence) is half
-    prediction     the own part of the tokens after the last block, to the n - 1 that split the tokens
+    prediction     the own part of the tokens after the last block, to the n - 1 other ranks that split the tokens
     cfg            b p P e: the own branches' prediction, P numbers of a token, from the last stage to each other group
-    latents        the denoised patches, from the last stage to the first; others of a warmup group get the whole
+    latents        the denoised patches, from the last stage to the first; the whole latents to others of a warmup group
     weights        warmup_mode=sequence: own blocks to each of the n - 1 others, in every call of a synchronous step
-    keys           a warmup group of n: 2 (n - 1) / n L b (p + t) C e, own keys and values to the others; all of a layer
-                   to the stage that owns it, if that is not a member; their prediction goes to the last stage
+    keys           a warmup group of n: 2 (n - 1) / n L b (p + t) C e, own keys and values to the others
     data           a replica's own latents to the others, once; result: all latents to all stages, once
 
 Shares that do not divide differ by a token or a head, and are counted as they are. Headers are not counted. With
@@ -203,7 +202,7 @@ class PlannedCall:
 
     @memoize_method
     def count_tensor_exchanges(self, stage: int) -> Mapping[tuple[str, str], int]:
-        """Count the exchanges of tensor parallelism in a stage, as ("sum" or "gather", stream) -> how often."""
+        """Count the exchanges of tensor parallelism in a stage, as ("sum", "gather" or "norm", stream) -> how often."""
         exchanges = Counter[tuple[str, str]]()
         # Weights without a tensor table have no exchanges.
         if self.weights.exchanges:
@@ -218,9 +217,9 @@ class PlannedRank:
 
     Attributes:
         job: the call.
-        number: of the rank.
+        number: the rank.
         data, stage, ulysses, tensor: its place along these axes.
-        token_place: its place among all that split the tokens.
+        token_place: its place among all ranks that split the tokens.
         outer: its place along ring, gather or distrifusion.
     """
 
@@ -250,7 +249,7 @@ class PlannedRank:
 
     @cached_property
     def divisor(self) -> float:
-        """Return the number of all heads and features over its share; the number of ranks if shares are equal."""
+        """Return all heads and features divided by its share of them: the number of ranks if shares are equal."""
         return sum(self.job.tensor_shares) / self.job.tensor_shares[self.tensor]
 
     @cached_property
@@ -316,7 +315,7 @@ class PlannedRank:
 
     @memoize_method
     def count_patch_bytes(self, step: int = 0) -> tuple[int, ...]:
-        """Count the bytes sent to the next stage for each patch, in one call of a step. The first patch is largest."""
+        """Count the bytes sent to the next stage for each patch, in one call of a step."""
         plan = self.job.plan
         token_bytes = self.count_packed_bytes(self.job.shape.token_channels, step)
         sizes = []
@@ -589,8 +588,8 @@ def _iterate_ulysses_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchan
 
 
 def _iterate_key_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
-    """Yield the exchanges of keys. Along ring a rank sends on all blocks but the next rank's; along gather, or with a
-    store, it sends its own block to all."""
+    """Yield the exchanges of keys. Along ring a rank sends all ranks' keys but the next rank's; along gather, or with a
+    store, it sends its own keys to all."""
     rank = share.rank
     job = rank.job
     plan = job.plan
@@ -604,7 +603,7 @@ def _iterate_key_exchanges(share: MicroStepShare) -> Iterator[RepeatedExchange]:
         lengths = []
         for outer in range(n):
             lengths.append(sum(shard.count_tokens(joint=joint) for shard in share.select_ulysses_shards(outer)))
-        # Around the ring a rank passes all blocks but the next rank's own.
+        # Around the ring a rank passes the keys of all ranks except the next one.
         tokens = sum(lengths) - lengths[(rank.outer + 1) % n]
         if kind == "gather" or (keeps_keys and plan.num_patches > 1):
             tokens = (n - 1) * lengths[rank.outer]

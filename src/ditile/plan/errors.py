@@ -20,7 +20,7 @@ import difflib
 from collections.abc import Iterable
 
 MAX_QUOTED = 200
-"""Letters of a value in a message."""
+"""The most letters that a message quotes from a value."""
 
 
 class DitileError(Exception):
@@ -52,7 +52,7 @@ class JoinError(StateError):
 
 
 class StoppedError(DitileError):
-    """A call that `Runner.stop` ended, on every rank. Nothing failed, and the next call is right."""
+    """A call that `Runner.stop` ended, on every rank. Nothing failed, and the next call works."""
 
 
 class RankError(DitileError):
@@ -77,7 +77,7 @@ class RankError(DitileError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a line to an error, as `add_note` does, which Python 3.10 lacks."""
+    """Add a line to an error, as does the method `add_note` of errors, which Python 3.10 lacks."""
     error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
 
 
@@ -101,7 +101,7 @@ def _join_lines(text: str) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Return a text whose letters do not move the cursor of a terminal; ends of lines stay."""
+    """Escape the letters of a text that a terminal would not print, such as moves of the cursor; keep line ends."""
     if all(line.isprintable() for line in text.split("\n")):
         return text
     return "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text)

@@ -2,8 +2,8 @@
 
     require_extra("lora", "lora='style.safetensors'")
 
-Options call it before ranks start and before a model is loaded, and so does every function that imports such a package.
-Packages are looked for and not imported, which would take seconds for some of them.
+Options call `require_extra` before ranks start and before a model is loaded; so does every function that imports such a
+package. Packages are only looked for, because importing some of them takes seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def require_extra(extra: str, purpose: str, packages: Sequence[str] = (), instea
     Args:
         extra: a name in `EXTRAS`.
         purpose: what needs them, for the message: an option with its value, or a command.
-        packages: which of them; all by default.
+        packages: the packages of the extra that are needed; all by default.
         instead: what would work without them, for the message.
     """
     needed = packages or EXTRAS[extra]
@@ -78,7 +78,7 @@ def advise_torchvision() -> str:
 
 def import_lab(module: str) -> Any:
     """Import a module of `ditile_lab` when it is first needed."""
-    # The lab stands above the library, and imports it: nothing else of the library may reach for it.
+    # The lab imports the library, so no other part of the library may import the lab.
     return importlib.import_module(f"ditile_lab.{module}")
 
 

@@ -24,7 +24,7 @@ class FlagParser(argparse.ArgumentParser):
 
     Args:
         essential: the fields whose flags `--help` shows, each on one line or two; `--help-all` shows all flags.
-            Empty: both show all of them.
+            If it is empty, `--help` shows all flags too.
         options: the options of argparse.
     """
 
@@ -90,10 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser, cls: Any, *, title: str, left
     group = parser.add_argument_group(title)
     types = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
-        # With SUPPRESS a flag that is not used leaves the default to the class.
         if field.name in left_out:
             continue
         names, settings = _describe_argument(cls, field, types[field.name])
+        # With SUPPRESS a flag that is not used leaves the default to the class.
         group.add_argument(*names, default=argparse.SUPPRESS, **settings)
         if field.metadata["positional"]:
             for flag in field.metadata["aliases"]:

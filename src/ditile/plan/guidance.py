@@ -1,4 +1,4 @@
-"""Rules for when a step of a pipeline has a second branch of guidance, which `cfg` can divide.
+"""Rules for when a step of a pipeline has a second branch of guidance, so that `cfg` has branches to divide.
 
 Pipelines decide it by their arguments: a scale, a negative prompt, or both. Guidance that is embedded in the model, or
 distilled into it, is not a branch. `model/assets/guidance.json` has the rule of each class.
@@ -25,10 +25,10 @@ class GuidanceRule:
     """The rule for when a call of a class of pipelines has a second branch of guidance.
 
     Attributes:
-        scales: the arguments; one of them must be above `above`; empty if no call of the class has a second branch.
+        scales: arguments, one of which must be above `above`; empty if no call of the class has a second branch.
         above: the largest scale without guidance.
         needs_negative_prompt: whether the call must have a negative prompt too, or embeddings of one. Other pipelines
-            take an empty one where none is given.
+            take an empty prompt by default.
     """
 
     scales: tuple[str, ...] = ("guidance_scale",)
@@ -39,7 +39,7 @@ class GuidanceRule:
         """Return whether a call has a second branch.
 
         Args:
-            call: its arguments, and the defaults of the others.
+            call: the call's arguments, and the defaults of those that it leaves out.
         """
         return self._is_scale_enough(call) and self._has_prompt_enough(call)
 

@@ -1,9 +1,9 @@
 """Layout: the positions of one image's tokens, their cuts into patches, and the split of a patch over ranks.
 
 Pure; every rank computes the same. A patch is a run of whole token rows; of a video, the same rows of every frame. In
-joint attention the text belongs to patch 0, which is made smaller for it. Tokens of reference images may be patches of
-their own, before it. Ranks of the sequence axes split each patch and the text as evenly as possible, or by weights, so
-that a rank's tokens of a whole step are its parts of the patches, one after the other.
+joint attention the text belongs to the first patch of the image, which is made smaller for it. Tokens of reference
+images may be patches of their own, before that one. Ranks of the sequence axes split each patch and the text as evenly
+as possible, or by weights, so that a rank's tokens of a whole step are its parts of the patches, one after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Joint = Literal["none", "text_first", "image_first"]
 
 # No model takes 0 tokens, and torch.compile specialises for 1.
 DUMMY_TEXT = 2
-"""The number of text tokens in a patch without text."""
+"""The number of dummy tokens that stand for the text in a patch without text."""
 
 
 def split_batch_evenly(batch_size: int, parts: int) -> list[range]:
@@ -59,7 +59,7 @@ class Grid(NamedTuple):
 class TokenShard:
     """The tokens that one rank computes: a run of the text and runs of the image, each counted from 0.
 
-    If the model has a text stream and the run is empty, dummies stand for it.
+    If the model has a text stream and the run of the text is empty, dummy tokens stand for the text.
     """
 
     text: range
@@ -84,7 +84,7 @@ class Layout:
     Attributes:
         grid, text, joint, cuts: the rows, the length and place of the text, and where rows are cut.
         owners: the patch of each part between two cuts; by default each is a patch, in this order.
-        num_references: the first patches, which are of reference images; the text belongs to the next one.
+        num_references: how many patches, from the first on, are of reference images; the text belongs to the next one.
     """
 
     grid: Grid
@@ -110,7 +110,7 @@ class Layout:
         """Cut a grid into patches of reference images, which come first, and patches of the image.
 
         Args:
-            grid, text, joint: as in `Layout`.
+            grid, text, joint, references: as in `Layout`, and the token rows of reference images.
             even: whether patches are of equal work; otherwise the references are one patch.
 
         Raises:
@@ -120,15 +120,15 @@ class Layout:
         share = round(patches * len(references) / grid.rows) if even else 1
         # At least one patch is left for the image, and each patch has a row.
         num_references = max(1, min(share, patches - 1, len(references)))
-        num_images = patches - num_references
-        if image_rows < num_images:
+        num_own = patches - num_references
+        if image_rows < num_own:
             raise PlanError(
-                f"patches={patches}: {num_references} of them are for the references, and the other {num_images} "
+                f"patches={patches}: {num_references} of them are for the references, and the other {num_own} "
                 f"exceed the {image_rows} token rows of the image; use fewer patches"
             )
         text_rows = text / (grid.tokens_per_row * grid.frames)
         sizes = balance_patch_rows(len(references), num_references)
-        sizes += balance_patch_rows(image_rows, num_images, text_rows)
+        sizes += balance_patch_rows(image_rows, num_own, text_rows)
         # References may lie anywhere among the rows: each row goes to the first patch of its sort that has room.
         cuts: list[int] = []
         owners: list[int] = []
@@ -179,11 +179,11 @@ class Layout:
             return self.image_tokens
         return self.image_tokens + self.text
 
-    def count_rows(self, patch: int, rows: int | None = None) -> int:
-        """Count the token rows of a patch. With `rows`, only rows before that one count."""
+    def count_rows(self, patch: int, end: int | None = None) -> int:
+        """Count the token rows of a patch. With `end`, only rows before that one count."""
         count = 0
         for run in self._list_row_runs(patch):
-            stop = run.stop if rows is None else min(run.stop, rows)
+            stop = run.stop if end is None else min(run.stop, end)
             count += max(stop - run.start, 0)
         return count
 
@@ -234,7 +234,7 @@ def _shift_runs(runs: Iterable[range], offset: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The split of a patch's tokens over ranks. Under DistriFusion each rank has a patch of rows, and all the text.
+    """The split of a patch's tokens over ranks. Under DistriFusion, ulysses splits a patch of rows and all the text.
 
     Attributes:
         ring, distrifusion, ulysses: the degrees; ranks are counted with ulysses innermost. Gather counts as ring.
@@ -308,7 +308,7 @@ class Split:
     def _shard_over_distrifusion(
         self, layout: Layout, text: range, runs_of_patches: Sequence[Sequence[range]]
     ) -> list[TokenShard]:
-        """Return the parts of the ranks: each has all the text, and rows of the image that ulysses splits."""
+        """Return the parts of the ranks: ulysses splits the text, and the rows of each place along distrifusion."""
         inner_weights = self._group_weights()
         shares = tuple(map(sum, inner_weights))
         shards: list[TokenShard] = []
@@ -316,7 +316,7 @@ class Split:
         for rank, rows in enumerate(self.count_patch_rows(layout.grid.rows)):
             runs: list[Sequence[range]] = [layout.grid.locate_rows(first_row, first_row + rows)]
             first_row += rows
-            # With references as patches of their own, a rank has a share of them and of the image.
+            # If references are patches of their own, a rank has a share of the references and of the image.
             if layout.owners:
                 runs = [list(_pick_from_runs(patch_runs, shares, rank)) for patch_runs in runs_of_patches]
             shards += [_pick_shard(text, runs, inner_weights[rank], index) for index in range(self.ulysses)]
@@ -355,7 +355,7 @@ def _pick_from_runs(runs: Sequence[range], weights: tuple[float, ...], index: in
 
 @lru_cache(maxsize=4096)
 def _look_up_shards(split: Split, layout: Layout, patch: int | None) -> tuple[TokenShard, ...]:
-    # A cache, because every call of a model asks for it, and the planner for every plan that it prices.
+    # Shards are cached, because every call of a model needs them, and the planner for every plan that it prices.
     return split._compute_shards(layout, patch)
 
 
@@ -367,21 +367,21 @@ def pick_even_chunk(items: range, ranks: int, index: int) -> range:
     return range(start, start + base + (index < more))
 
 
-def spread_branches(rows: Sequence[int], ranks: int, *, keeps_calls: bool = False) -> list[list[range]]:
-    """Return for each rank its branches of guidance in each call of a step, as even as possible.
+def spread_branches(branches: Sequence[int], ranks: int, *, keeps_calls: bool = False) -> list[list[range]]:
+    """Return the branches of guidance that each rank has in each call of a step, spread as evenly as possible.
 
     Args:
-        rows: the number of branches in each call.
+        branches: the number of branches in each call.
         ranks: the number of ranks that share them.
         keeps_calls: whether each call stays whole on one rank; otherwise several ranks may share its branches.
     """
-    units = [1] * len(rows) if keeps_calls else rows  # in each call, what may go to different ranks
+    units = [1] * len(branches) if keeps_calls else branches  # for each call, how many parts may be on different ranks
     spread: list[list[range]] = []
     for rank in range(ranks):
         own = pick_even_chunk(range(sum(units)), ranks, rank)
         shares = []
         before = 0
-        for count, call_units in zip(rows, units, strict=True):
+        for count, call_units in zip(branches, units, strict=True):
             call = range(before, before + call_units)
             share = range(max(own.start, call.start) - before, min(own.stop, call.stop) - before)
             if keeps_calls and share:
@@ -393,12 +393,12 @@ def spread_branches(rows: Sequence[int], ranks: int, *, keeps_calls: bool = Fals
     return spread
 
 
-def count_most_in_rows(rows: Sequence[int], ranks: int) -> int:
-    """Return the most branches that a rank has if each call is split by itself.
+def count_most_in_rows(branches: Sequence[int], ranks: int) -> int:
+    """Return the most branches of a step that one rank computes if each call is split by itself.
 
-    A call with fewer branches than ranks is computed by all of them.
+    All ranks compute a call that has fewer branches than there are ranks. `branches` is as in `spread_branches`.
     """
-    return sum(count if count < ranks else -(-count // ranks) for count in rows)
+    return sum(count if count < ranks else -(-count // ranks) for count in branches)
 
 
 def pick_weighted_chunk(items: range, weights: tuple[float, ...], index: int) -> range:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass_transform(**_: Any) -> Callable[[Any], Any]:
-        """Do nothing at run time, because Python 3.10 lacks it. Type checkers learn that `options` makes
+        """Do nothing at run time, because Python 3.10 lacks this function. It tells type checkers that `options` makes
         dataclasses."""
         return lambda function: function
 
@@ -97,8 +97,8 @@ def define_option(
         aliases: other spellings of the flag, with their dashes, such as those of xDiT and cache-dit.
         switches: flags without a value of their own -> the value that each sets.
         example: the value that an error proposes; without one, the limit that was exceeded, or the default.
-        reads: whether the value names a file or folder that is read, so that no output may overwrite it; or what takes
-            that name out of the value.
+        reads: whether the value names a file or folder that is read, so that no output may overwrite it; or a function
+            from the value to that name.
         implied: the value of the flag if no word follows it, or the next word is not a valid value.
         repeats: whether the flag may be given more than once; the value is a tuple.
     """
@@ -229,7 +229,7 @@ def check_values(annotated: Any, values: Mapping[str, Any], error: type[DitileEr
             check_value(adapter, values[name], name, error=error, example=example)
 
 
-# At the first call, when modules have all names of their annotations.
+# Adapters are built at the first call, because only then do modules have all names in their annotations.
 @functools.cache
 def _build_adapters(annotated: Any) -> dict[str, tuple[TypeAdapter[Any], Any]]:
     """Return the type of each argument, or of each field of a dataclass, and an example of its value."""
@@ -246,7 +246,7 @@ def _build_adapters(annotated: Any) -> dict[str, tuple[TypeAdapter[Any], Any]]:
 
 
 def _use_instances(kind: Any) -> Any:
-    """Return a type whose classes are checked by `isinstance` alone, whatever fields they have."""
+    """Return a type whose classes are checked only by `isinstance`, whatever fields they have."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         parts = tuple(_use_instances(part) for part in typing.get_args(kind))
         return typing.Union[parts]  # noqa: UP007

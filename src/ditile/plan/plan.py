@@ -367,12 +367,12 @@ class Plan:
         return self.ring * self.gather * self.ulysses
 
     def find_token_place(self, coordinates: Mapping[str, int]) -> int:
-        """Find the place, by the coordinates of a rank, among the ranks that split tokens."""
+        """Return a rank's place among the ranks that split tokens, by its coordinates."""
         return find_outer_place(coordinates) * self.ulysses + coordinates["ulysses"]
 
     @property
     def head_weights(self) -> tuple[float, ...] | None:
-        """Return the speed of each rank along ulysses, which splits the heads. None if its shares are equal."""
+        """Return the speed of each rank along ulysses, which splits the heads. None without `token_weights`."""
         if self.token_weights is None:
             return None
         # All ranks with one place along ulysses have the same heads.
@@ -504,8 +504,8 @@ def compute_coordinates(plan: Plan, rank: int) -> dict[str, int]:
 
 
 def find_outer_place(coordinates: Mapping[str, int]) -> int:
-    """Find the place along ring, gather or distrifusion, by the coordinates of a rank."""
-    # A plan has only one of them.
+    """Return a rank's place along ring, gather or distrifusion, by its coordinates."""
+    # A plan has only one of these axes; on the others the coordinate is 0.
     return max(coordinates[name] for name in OUTER)
 
 
@@ -542,12 +542,12 @@ def _check_branches(plan: Plan, facts: Facts) -> Iterator[str]:
             f"of guidance, and stages send as many in each; use {suggest_whole_images()}"
         )
         return
-    most = facts.branches
+    max_cfg = facts.branches
     if facts.call_rows and plan.keeps_calls:
-        most = facts.call_rows[0]
+        max_cfg = facts.call_rows[0]
         divides += ", and stale keys keep its calls whole"
-    if plan.cfg > most:
-        yield f"{divides}; use cfg={most}"
+    if plan.cfg > max_cfg:
+        yield f"{divides}; use cfg={max_cfg}"
 
 
 def _check_blocks(plan: Plan, facts: Facts) -> Iterator[str]:

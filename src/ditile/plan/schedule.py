@@ -41,9 +41,9 @@ class OpKind(Enum):
     SEND_STEPPED_PATCH = "return"  # the denoised patch, from the last stage to one that reads latents
     RECEIVE_STEPPED_PATCH = "take"  # the denoised patch of the step before, on such a stage
     SEND_WHOLE_LATENTS = "share"  # the whole latents, from the last stage to one of the next step's warmup group
-    RECEIVE_WHOLE_LATENTS = "adopt"  # the same, on that stage
-    SEND_PREDICTION = "predict"  # the prediction of the tokens of a member of the warmup group, to the last stage
-    RECEIVE_PREDICTION = "collect"  # the same, on the last stage
+    RECEIVE_WHOLE_LATENTS = "adopt"  # the whole latents, on that member of the warmup group
+    SEND_PREDICTION = "predict"  # the prediction for the own tokens of a warmup group's member, to the last stage
+    RECEIVE_PREDICTION = "collect"  # a member's prediction, on the last stage
 
 
 SEND_OF_RECEIVE = {
@@ -78,7 +78,7 @@ class PatchSchedule:
 
     Attributes:
         stages, patches, steps, warmup: N, M, S, W.
-        distrifusion: patches, one per rank; an asynchronous step is then one micro-step on every rank.
+        distrifusion: the patches of DistriFusion, one per rank; an asynchronous step is one micro-step on every rank.
         mode: how a synchronous step runs; see `Plan.warmup_mode`.
         batch: rows of a transformer call, which a pipelined synchronous step computes in micro-batches.
         again: later steps that are synchronous too.
@@ -129,7 +129,7 @@ class PatchSchedule:
     def sends_in_full(self, step: int) -> bool:
         """Return whether no message of a step may be a difference from an earlier one.
 
-        This is so in synchronous steps, if others are asynchronous, and in `again`, the first steps of another model.
+        This holds in synchronous steps, if others are asynchronous, and in `again`, the first steps of another model.
         """
         return step in self.again or (self.patches * self.distrifusion > 1 and self.is_synchronous(step))
 
@@ -278,8 +278,8 @@ class PatchSchedule:
         other in a ring if a reader ran far ahead before it took a patch.
 
         Args:
-            turn: which of the `calls` that this stage makes in the micro-step; -1 before the pipeline computes
-                anything.
+            turn: the index of the call among the `calls` of this stage in the micro-step; -1 before the pipeline
+                computes anything.
         """
         before = (micro, turn - 1)
         # Before the first call comes the last call of the micro-step before.

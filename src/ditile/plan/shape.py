@@ -1,6 +1,6 @@
 """Shape: the numbers of one job, from a model's config and the arguments of a call. No weights, no torch.
 
-What the table of a runner and a dry run show is computed here: tokens, messages, memory of keys, parameters.
+The table of a runner and a dry run are computed from it: tokens, messages, memory of keys, parameters.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class CallFamily:
 
     Attributes:
         name: what people call it.
-        pipelines: diffusers pipelines whose calls are such calls.
+        pipelines: the diffusers pipelines that call a transformer of this family.
         joint: where the text lies in the sequence of joint attention.
         is_packed: whether latents are tokens already, `[B, tokens, C]`.
         latent_per_token: transformer's config -> side of a token in latent pixels of the VAE.
         conditioning: call arguments -> text, batch and calls.
         example: (config, grid, text tokens) -> arguments of the forward with one row; only their shapes matter. None if
             a call must be recorded.
-        image_tokens: embeds the latents.
+        image_tokens: the path of the module that embeds the latents.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Shape:
         element_size: bytes of an activation.
         frames: latent frames of a video.
         channels: the width of a token in the blocks; 0 if it is `heads` times `head_dim`.
-        key_heads: heads of keys over heads of queries.
+        key_heads: the number of key heads divided by the number of query heads.
         references: tokens of reference images, the last ones of the image; None if it is not known how many.
         call_rows: rows of each call of a step for an image, if calls differ. `calls` then counts one for each row.
     """
@@ -249,7 +249,7 @@ def _look_up_replica_shape(shape: Shape, data: int, cfg: int, replica: int, keep
 def count_images(call: CallArguments) -> int:
     """Count the images, videos or sounds that the arguments of a pipeline's call ask for.
 
-    They have one for each entry of the first list or tensor that says what to generate: prompts, embeddings, classes,
+    There is one for each entry of the first list or tensor that says what to generate: prompts, embeddings, classes,
     images to begin with. Pipelines that generate from nothing have `batch_size`, which in others counts no images.
     """
     per_prompt = 1

@@ -20,7 +20,7 @@ REFUSALS = {
 
 
 def choose_call_plan(plan: Plan) -> Plan:
-    """Return the plan of single calls: in one step, patches of stages would have no earlier keys to read.
+    """Return the plan of single calls, with one patch: in a single step, patches would find no earlier keys.
 
     Raises:
         PlanError: if a part of the plan approximates, needs more than one call, or is for other parts of a pipeline.

@@ -28,7 +28,7 @@ def cut_stages(
 
 
 def _make_ranges(stops: Iterable[int]) -> list[range]:
-    """Return the runs that end at these blocks."""
+    """Return the runs of blocks between these stops, the first run from block 0."""
     ranges = []
     start = 0
     for stop in stops:
@@ -51,7 +51,7 @@ def _balance_stages(costs: Sequence[float], speeds: Sequence[float], ends: tuple
             cost += ends[1]
         return cost / speeds[stage]
 
-    # `slowest[stop]` is the time of the slowest stage over the first `stop` blocks. At first one stage has them all.
+    # `slowest[stop]` is the time of the slowest stage over the first `stop` blocks; at first they are all one stage.
     slowest = [time_stage(0, 0, stop) for stop in range(num_blocks + 1)]
     # For each later stage, an entry at `stop` is where the stage begins if it ends there.
     starts_of_stages = []

@@ -35,7 +35,7 @@ from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 
 MakePolicy = Callable[[CallCacheConfig, int], CallPolicy]
-"""(settings, steps of a generation) -> the policy that decides in it."""
+"""(settings, steps of a generation) -> the policy of that generation."""
 
 
 class CallCache(ModelCache):
@@ -43,7 +43,7 @@ class CallCache(ModelCache):
 
     Args:
         transformer: the model; a U-Net, or a model whose blocks are not known, will do.
-        prepare: makes what decides with some settings.
+        prepare: settings -> the function that makes the policy of each generation.
 
     Attributes:
         forecasts: the forecasts of the generation under way, if there is one.
@@ -65,7 +65,7 @@ class CallCache(ModelCache):
 
     @property
     def contexts(self) -> Sequence[Any]:
-        """Return this cache: all calls are decided on in one way."""
+        """Return only this cache: it decides on all calls in one way, and has the attributes of a context."""
         return [self]
 
     @property
@@ -85,7 +85,7 @@ class CallCache(ModelCache):
         return f"{self._make_policy.content} {self._config!r}"
 
     def explain_plan_refusal(self, plan: Plan) -> str | None:
-        """Explain why a plan cannot use it, or return None."""
+        """Explain why a plan cannot use this cache, or return None."""
         return self._config.explain_plan_refusal(plan)
 
     @property
@@ -153,15 +153,15 @@ class CallCache(ModelCache):
 def prepare_policy(
     pipe: Any, models: Sequence[nn.Module], list_later_shares: ListShares, config: CallCacheConfig
 ) -> MakePolicy:
-    """Return a function that makes the policy of each generation of a pipeline, with these settings.
+    """Return the function that makes the policy of each generation under these settings.
 
     Args:
-        pipe: the pipeline, or a model that has none.
-        models: the models that it calls in its loop.
-        list_later_shares: the modules of a model of whose weights this rank has a share that is not the first.
+        pipe: the pipeline; the model itself, if it has none.
+        models: the models that the pipeline calls in its loop.
+        list_later_shares: lists the modules of a model whose leading weights are on another rank.
 
     Raises:
-        LoadError: if a file that they name cannot be read.
+        LoadError: if the file of a schedule cannot be read.
         ModelError: if a setting does not fit the pipeline.
     """
     if isinstance(config, FittedScheduleConfig):
@@ -179,13 +179,13 @@ def prepare_policy(
 
 @dataclass(frozen=True)
 class LoopForecasts:
-    """The caches of calls of a pipeline, for the length of a runner's call.
+    """The call caches of a pipeline's models during a runner's call.
 
     Attributes:
         caches: one for each model.
         now: the generation under way.
-        steps_scheduler: whether this rank steps the scheduler; the others forecast nothing.
-        agreement: the agreement of the image's ranks.
+        steps_scheduler: returns whether this rank steps the scheduler; other ranks forecast nothing.
+        agreement, images: as in `ModelCall`.
     """
 
     caches: Sequence[CallCache]
@@ -201,7 +201,7 @@ class LoopForecasts:
             cache.begin_generation(steps)
             assert cache.forecasts is not None
             policies.append(cache.forecasts.policy)
-        # A step is computed where some model computes.
+        # A step counts as computed if some model computes in it.
         computed: set[int] = set()
         for policy in policies:
             own = policy.list_computed_steps()
@@ -216,7 +216,7 @@ class LoopForecasts:
             cache.end_generation()
 
     def wrap_forward(self, cache: CallCache, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a model's forward, around everything that a runner puts on it."""
+        """Wrap a model's forward, outside of everything with which a runner has wrapped it."""
         now = self.now
 
         def compute_or_forecast(*args: Any, **kwargs: Any) -> Any:
@@ -228,7 +228,7 @@ class LoopForecasts:
             if forecasts.decide_call(call, now.computes):
                 run = functools.partial(forward, *args, **kwargs)
                 return forecasts.compute_call(call, run, keeps=self.steps_scheduler())
-            # A step counts as computed if its first call is.
+            # A step counts as forecast if its first call is forecast.
             now.is_forecast = now.is_forecast or not now.branch
             result = forecasts.forecast_call(call)
             now.advance_branch()

@@ -1,7 +1,7 @@
 """Computes a call of a model, or replaces its result by a forecast.
 
-`CallForecasts` surrounds the calls of one model: outside of recorded calls, of the split of the batch and of all hooks
-of blocks. A step that is left out makes no call, so it sends nothing and moves no keys. Outputs are kept as the
+`CallForecasts` wraps the calls of one model, outside of the recording of calls, of the split of the batch and of all
+hooks of blocks. A step that is left out makes no call, so it sends nothing and moves no keys. Outputs are kept as the
 pipeline gets them, for each branch of guidance, so that one forecast serves every plan.
 """
 
@@ -27,8 +27,8 @@ class CallBranch:
     Attributes:
         outputs: the newest computed outputs, the newest first.
         leaves, spec: the leaves and the structure of the last result, whose tensors a forecast replaces.
-        is_fresh: whether the last result was not copied yet, as it may be incomplete until the step ends.
-        form: the shape of the latents.
+        is_fresh: whether the last result is not copied yet, because it may be incomplete until the step ends.
+        form: the shape of the latents in the last call.
         skipped: the steps that were left out.
     """
 
@@ -67,7 +67,7 @@ class CallForecasts:
         if not self.branches:
             self.policy.check_first_call(call)
         if call.branch == 0:
-            # Results that were incomplete when they were returned have been completed by the step before.
+            # By now the step before has completed the results that it returned incomplete, so they are copied.
             for earlier in self.branches.values():
                 if not earlier.is_fresh:
                     continue
@@ -98,12 +98,12 @@ class CallForecasts:
             branch.outputs.clear()
         branch.form = form
         if not keeps:
-            # This rank has the shapes of an output, by which a policy may decide how later calls are made.
+            # Only the shapes of this output are right, but every rank must note it to make later calls alike.
             outputs = [leaf for leaf in branch.leaves if _is_output(leaf)]
             self.policy.note_output(call, ComputedOutput(call, outputs))
             return result
         latents = None
-        # The scheduler of some pipelines writes into the latents.
+        # Latents are cloned, because the scheduler of some pipelines writes into them.
         if self.policy.keeps_latents:
             latents = pytree.tree_map_only(Tensor, Tensor.clone, call.latents)
         branch.is_fresh = any(type(leaf) is not Tensor for leaf in branch.leaves if isinstance(leaf, Tensor))
@@ -113,7 +113,7 @@ class CallForecasts:
                 kept = leaf if branch.is_fresh else leaf.detach().clone()
                 tensors.append(kept)
         output = ComputedOutput(call._replace(latents=latents), tensors)
-        # The patches of a step come one after the other, and each result has those before it.
+        # The result of a patch includes the patches before it, so it replaces the last result of the same step.
         if branch.outputs and branch.outputs[0].call.step == call.step:
             branch.outputs.pop(0)
         branch.outputs.insert(0, output)
@@ -142,7 +142,7 @@ class CallForecasts:
         return pytree.tree_map(join_rows, result)
 
     def forecast_call(self, call: ModelCall) -> Any:
-        """Return the result of a left out call."""
+        """Return the forecast result of a call that is left out."""
         branch = self.branches[call.branch]
         branch.skipped.add(call.step)
         if not branch.outputs:

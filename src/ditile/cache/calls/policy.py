@@ -1,9 +1,9 @@
 """The interface of a method that leaves out whole calls of a model.
 
 A new method is a `CallPolicy`, its config (a `CallCacheConfig`), a row of `CACHE_METHODS`, and a line in
-`prepare_policy`, which makes the policy of a config for each generation. It gets a clock, branches, batches,
-two transformers in turns, every plan, reports and errors from `CallForecasts`. It must decide alike on every rank that
-has the same latents, and it computes the last step if it does not say its steps beforehand.
+`prepare_policy`, which makes the policy of a config for each generation. `CallForecasts` handles for all methods the
+clock, branches, batches, two transformers in turns, every plan, reports and errors. A method must decide alike on every
+rank that has the same latents. If it does not list its steps beforehand, it must compute the last step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CallAgreement:
-    """The agreement of an image's ranks on a call. Here one rank has all images, and decides by itself."""
+    """The agreement of an image's ranks on a call. In this base class one rank has all images, and decides alone."""
 
     def select_own_rows(self, batch: Tensor) -> Tensor:
         """Select the rows of this rank's images from a tensor `[rows, ...]`. Rows of other images may have any
@@ -25,7 +25,7 @@ class CallAgreement:
         return batch
 
     def take_first_number(self, number: Tensor) -> float:
-        """Return the number measured by the first rank of the image. Each rank measured the same, except for the
+        """Return the number that the image's first rank measured. The numbers of other ranks differ only by
         rounding."""
         return float(number)
 
@@ -35,7 +35,7 @@ class ModelCall(NamedTuple):
 
     Attributes:
         step: the step of the pipeline's loop, from 0.
-        branch: calls of the model since the scheduler was last stepped.
+        branch: the number of earlier calls of the model since the scheduler last stepped.
         latents: the noisy input: a tensor with the rows of the batch, or a list of them.
         agreement: the agreement of the image's ranks.
         images: the number of images in the batch, if it is known.
@@ -60,20 +60,20 @@ class ComputedOutput(NamedTuple):
 
 
 class CallPolicy(Protocol):
-    """A method, for one model and one generation.
+    """The decisions and forecasts of a method for one model in one generation.
 
     Attributes:
         num_kept: how many of the newest computed outputs of each branch `forecast` is given.
-        keeps_latents: whether the `latents` of their calls are kept with them; otherwise they are None.
+        keeps_latents: whether the latents of those calls are kept too; otherwise their `latents` are None.
     """
 
     num_kept: int
     keeps_latents: bool = False
 
     def list_computed_steps(self) -> Collection[int] | None:
-        """Return the steps that compute. None if each is decided when its first call comes.
+        """Return the steps that compute. None if each step is decided at its first call.
 
-        Only with these may PipeFusion and DistriFusion know which messages follow.
+        PipeFusion and DistriFusion need the steps, to know which messages follow.
         """
         return None
 
@@ -82,19 +82,19 @@ class CallPolicy(Protocol):
         return
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
-        """Return whether a call is made. This is asked before each call that is like an earlier one; any other call is
-        made without asking.
+        """Return whether a call is made. The first call of a branch, and a call with latents of another shape than the
+        one before, are made without asking.
 
         Args:
-            kept: the newest computed outputs of its branch, the newest first; none on a rank that steps no scheduler.
+            kept: the branch's newest computed outputs, the newest first; empty on a rank that steps no scheduler.
         """
 
     def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
-        """Note the result of a call that was made, with its latents, whether they are kept or not.
+        """Note the result of a call that was made. `call` has its latents, even if latents are not kept.
 
-        On a rank that steps no scheduler the values may be any.
+        On a rank that steps no scheduler, only the shapes in `output` are right.
         """
         return
 
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
-        """Return the forecast result of a left out call: new tensors in place of those of the newest output."""
+        """Return the forecast result of a call that is left out: a new tensor for each one of the newest output."""

@@ -17,8 +17,8 @@ FORCED_STEPS = 3
 image."""
 
 REACH = 0.5
-"""A line through the newest two outputs ends this many gaps after the newest: it is right for the first skipped
-step."""
+"""A line through the newest two outputs ends this many gaps after the newest, and stays constant from there: it is
+right only for the first skipped step."""
 
 
 class ScheduledSteps(CallPolicy):
@@ -27,7 +27,7 @@ class ScheduledSteps(CallPolicy):
     Args:
         computed: the steps that compute.
         weights: for each other step, the weights of the newest output and of the second newest.
-        check: refuses a first call that they were not made for, if given.
+        check: raises `ModelError` for a first call that the weights do not fit; None accepts any call.
     """
 
     num_kept = 2
@@ -57,13 +57,13 @@ class ScheduledSteps(CallPolicy):
         return call.step in self._computed
 
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
-        """Return the weighted sum of the newest outputs. Without a second output it is the newest one."""
+        """Return the weighted sum of the newest outputs. With only one output or weight, it is the newest output."""
         weights = self._weights.get(call.step, (1.0,))
         if len(kept) < 2 or len(weights) < 2:
             return combine_outputs(kept, (1.0,))
         newest = kept[0].call.step
         before = kept[1].call.step
-        # More steps compute where the model or its mode changes, and weights are right only for their own two steps.
+        # Where the model or its mode changes, further steps compute. Weights hold only for the last two scheduled ones.
         end = bisect.bisect_left(self._order, call.step)
         scheduled = self._order[max(end - 2, 0) : end]
         if weights[1] and [before, newest] != scheduled:
@@ -89,12 +89,12 @@ def combine_outputs(kept: Sequence[ComputedOutput], weights: Sequence[float]) ->
 
 
 def spread_steps(num_steps: int, num_computed: int) -> ScheduledSteps:
-    """Spread steps for an unknown model: the first three compute, and the others evenly, with lines that end soon.
+    """Spread the computed steps of an unknown model: the first three, then evenly. Lines forecast the other steps.
 
     With fewer than 8 steps the first ones compute, and the last output is used again.
 
     Raises:
-        ModelError: if the steps are not at least 2, or more than those of the generation.
+        ModelError: if the generation cannot compute `num_computed` steps; see `check_num_computed`.
     """
     check_num_computed(num_steps, num_computed)
     if num_steps < FEWEST_FORECAST_STEPS:
@@ -103,7 +103,7 @@ def spread_steps(num_steps: int, num_computed: int) -> ScheduledSteps:
     others = num_computed - forced
     computed = list(range(forced))
     for number in range(1, others + 1):
-        # A gap comes first, as the forced steps are next to each other.
+        # There is a gap before each of these steps, and one after the last.
         computed.append(forced + (number * (num_steps - forced)) // (others + 1))
     return ScheduledSteps(computed, weigh_by_reach(computed, num_steps))
 

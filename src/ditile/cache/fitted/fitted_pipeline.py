@@ -38,13 +38,13 @@ class FittedPolicies:
     """Makes the policy of each generation of a pipeline.
 
     Args:
-        pipe: the pipeline, or a model that has none.
-        models: the transformers that its loop calls.
-        list_later_shares: lists the modules whose weights begin on another rank.
+        pipe: the pipeline; the model itself, if it has none.
+        models: the transformers that the pipeline's loop calls.
+        list_later_shares: lists the modules of a model whose leading weights are on another rank.
 
     Raises:
         LoadError: if the file of the schedule cannot be read.
-        ModelError: if it is not of these models.
+        ModelError: if the schedule was not fitted to these models.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FittedPolicies:
         self._list_later_shares = list_later_shares
         self._models = models
         self._is_shipped = config.schedule is None
-        # The schedules for the class of these models; `_schedules` has those that were fitted to their weights.
+        # The user's schedule, or the shipped ones for this class of model; `_schedules` has those for these weights.
         self._candidates: list[Schedule] = []
         if config.schedule is None:
             for schedule in read_shipped_schedules().values():
@@ -67,20 +67,20 @@ class FittedPolicies:
         self._schedules: list[Schedule] = list(self._candidates)
         self._strength: float | None = None
         self._steps: int | None = None
-        # On several ranks nothing is raised here, as one rank alone may differ: they compare `content` in each call.
+        # On several ranks nothing is raised here, because only some may differ: they compare `content` in each call.
         if not torch.distributed.is_initialized():
             self._schedules = self._match_weights()
 
     @property
     def source(self) -> str:
-        """Return the model whose schedule is used, in one word. It is `spread` where there is none."""
+        """Return `of_` and the model whose schedule is used; `spread` if there is no schedule."""
         if not self._schedules:
             return "spread"
         return f"of_{self._schedules[0].model}"
 
     @property
     def content(self) -> str:
-        """Return a text for comparing ranks: what the files say, and whether they were fitted to these weights."""
+        """Return a text for comparing ranks: a digest of the schedules, and whether they fit these weights."""
         digest = hashlib.sha256()
         present = describe_models(self._models, self._list_later_shares)
         words: list[str] = []
@@ -93,7 +93,7 @@ class FittedPolicies:
         return " ".join([digest.hexdigest()[:16], *words])
 
     def check_call(self, call: Mapping[str, Any]) -> None:
-        """Raise `ModelError` if a call of the pipeline, or its weights by now, fit no schedule."""
+        """Raise `ModelError` if the call fits no schedule, or the present weights do not fit the user's schedule."""
         # LoRAs and quantization may have come since the cache was enabled, or since the last call.
         self._schedules = self._match_weights()
         self._strength = call.get("strength")
@@ -106,10 +106,10 @@ class FittedPolicies:
         """Return the policy of a generation of `num_steps` steps.
 
         Raises:
-            ModelError: if there is a schedule of the model, and it is of other steps, or of another scheduler.
+            ModelError: if so many steps cannot be computed, or the schedule is for other steps or another scheduler.
         """
         if isinstance(self._pipe, nn.Module):
-            # No call of a pipeline came before.
+            # `check_call` has not run, because no pipeline calls the model.
             self._schedules = self._match_weights()
         num_computed = config.count_computed(num_steps)
         check_num_computed(num_steps, num_computed)
@@ -136,7 +136,7 @@ class FittedPolicies:
         """Return the schedules that were fitted to these weights.
 
         Raises:
-            ModelError: if the user's schedule was not fitted to them. Shipped schedules are then for another model.
+            ModelError: if the user's schedule was not fitted to them. Shipped schedules are left out instead.
         """
         if not self._candidates:
             return []
@@ -159,16 +159,16 @@ class FittedPolicies:
         if equal:
             return equal
         known = schedules[0]
-        # Other weights are those of another model than the schedule names.
+        # If the weights differ, the loaded model may be another one than the schedule names.
         model = "MODEL" if "weights" in present else known.model
         refusal = f"the schedule of {known.model} {differences[0]}"
         if "scheduler" in present and self._strength is None:
-            # `ditile fit` takes the model's own scheduler.
+            # Fitting again would not help, because `ditile fit` takes the model's own scheduler.
             raise ModelError(refusal)
         raise ModelError(f"{refusal}, or run {make_fit_command(model, self._steps or known.num_steps)}")
 
     def _select_schedule(self, num_steps: int) -> Schedule:
-        """Return the schedule of these steps with the pipeline's present scheduler."""
+        """Return the schedule for this number of steps and the pipeline's present scheduler."""
         schedules: list[Schedule] = []
         for schedule in self._schedules:
             if schedule.num_steps == num_steps:

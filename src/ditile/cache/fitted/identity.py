@@ -1,8 +1,8 @@
 """Identifies the generations for which a fitted schedule holds: the model with its weights, the arguments of the call,
 and the scheduler.
 
-The same functions describe a generation when a schedule is fitted and when one is used. A generation that differs in
-any of these has other outputs, for which the weights of the forecasts are wrong.
+The same functions describe a generation when a schedule is fitted and when one is used. If a generation differs from
+the description, it has other outputs, for which the weights of the forecasts are wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLES = 2
 """How many leading values are kept of each weight matrix."""
 
 WEIGHT_TOLERANCE = 0.0042
-"""Weights that differ by less, relative to the larger one, are equal: rounding to bfloat16 makes a little less."""
+"""Weights that differ by less, relative to the larger one, are equal: rounding to bfloat16 changes a weight by less."""
 
 LEAST_WEIGHT = 1e-7
 """Weights that differ by less are equal too: float16 rounds the smallest ones by this much."""
@@ -55,11 +55,11 @@ SOLVER_SETTINGS = (
     "stochastic_sampling",
     "thresholding",
 )
-"""The settings of a scheduler besides its sigmas that decide how a prediction becomes a step."""
+"""The settings that decide, besides the sigmas, how a scheduler turns a prediction into a step."""
 
 
 def _check_printable(name: str) -> str:
-    # Refusals quote names: none may move the cursor of a terminal, or begin a line.
+    # Error messages quote names, so a name must not move the cursor of a terminal, or begin a line.
     if not name.isprintable():
         raise ValueError("a name has characters that cannot be printed")
     return name
@@ -73,13 +73,13 @@ Samples = Annotated[tuple[Number, ...], Field(min_length=1, max_length=SAMPLES)]
 
 
 class Identity(BaseModel):
-    """The facts that a schedule belongs to.
+    """The facts about a model and its calls for which a schedule holds.
 
     Attributes:
         model_class: the class of the first model that the pipeline calls.
         weights: for each model, the leading values of each weight matrix or kernel.
         loras: the active LoRAs, with their scales.
-        guidance: the scales of guidance; true guidance without a negative prompt is 1.
+        guidance: the scales of guidance; true_cfg_scale counts as 1 without a negative prompt.
         size: height and width in pixels, and frames, as far as the call or the pipeline says them.
         scheduler: the scheduler's class.
         solver: the scheduler's settings besides the sigmas.
@@ -101,7 +101,7 @@ class Identity(BaseModel):
 
 
 def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequence[nn.Module] = ()) -> str:
-    """Describe how a generation differs from what a schedule was fitted to, and what would work; "" if it does not.
+    """Describe how a generation differs from the fitted ones, and what would work; "" if it does not differ.
 
     Args:
         present: the fields of the generation that are known so far, by name.
@@ -111,17 +111,17 @@ def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequ
         if field not in present:
             continue
         fitted = getattr(identity, field)
-        now = present[field]
+        value = present[field]
         difference = ""
         if field == "weights":
             # The models say which blocks are on other ranks: each rank compares its own.
-            difference = _compare_weights(fitted, now, models)
+            difference = _compare_weights(fitted, value, models)
         elif field == "sigmas":
-            difference = _compare_sigmas(fitted, now)
+            difference = _compare_sigmas(fitted, value)
         elif isinstance(fitted, Mapping):
-            difference = _compare_items(fitted, now)
-        elif fitted != now:
-            difference = f"is for {field}={_format(fitted)}, and the call has {_format(now)}"
+            difference = _compare_items(fitted, value)
+        elif fitted != value:
+            difference = f"is for {field}={_format(fitted)}, and the call has {_format(value)}"
         if difference:
             return f"{difference}; {advice}"
     return ""
@@ -151,7 +151,7 @@ def describe_call(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[
         if name.endswith(GUIDANCE_ENDINGS) and (value is None or isinstance(value, int | float)):
             guidance[name] = value
     if "true_cfg_scale" in guidance:
-        # These pipelines guide only away from a negative prompt.
+        # Pipelines with a true_cfg_scale guide only if there is a negative prompt and the scale is above 1.
         negatives = [name for name in drop_missing(complete) if name.startswith("negative_prompt")]
         if not negatives or (guidance["true_cfg_scale"] or 0) <= 1:
             guidance["true_cfg_scale"] = 1.0
@@ -159,7 +159,7 @@ def describe_call(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[
         if getattr(getattr(model, "config", None), "guidance_embeds", None) is False:
             guidance.pop("guidance_scale", None)
     if guidance.get("guidance_scale_2", 0) is None:
-        # Wan 2.2's second model is guided as the first one is.
+        # By default Wan 2.2's second model has the scale of the first one.
         guidance["guidance_scale_2"] = guidance.get("guidance_scale")
     side = getattr(pipe, "default_sample_size", getattr(getattr(model, "config", None), "sample_size", None))
     scale = getattr(pipe, "vae_scale_factor", None)
@@ -201,7 +201,7 @@ def read_sigmas(scheduler: Any, num_steps: int) -> list[float]:
 
     sigmas = getattr(scheduler, "sigmas", None)
     if isinstance(sigmas, Tensor) and len(sigmas) > num_steps:
-        # The last sigma is what remains after the last step.
+        # The last sigma is the noise after the last step, where the model is not called.
         return list(map(float, sigmas.tolist()[-num_steps - 1 : -1]))
     # Iterating a runner's timesteps would drive its loop, so they are converted to a list.
     return list(map(float, scheduler.timesteps.tolist()[-num_steps:]))
@@ -236,7 +236,7 @@ def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str,
         head = parameter.detach()[(0,) * (parameter.ndim - 1)][:SAMPLES].float()
         heads_by_device.setdefault(head.device, {})[name] = head
     for heads in heads_by_device.values():
-        # One copy from a device, and not one for each parameter.
+        # The values of a device are copied at once, and not one parameter at a time.
         values = iter(torch.cat(list(heads.values())).tolist())
         for name, head in heads.items():
             own = itertools.islice(values, len(head))

@@ -3,7 +3,7 @@
     {"kind": "ditile schedule", "model": "shapes-flux", "identity": {"sigmas": [1.0, 0.95, ..], ..},
      "budgets": [{"computed": [0, 1, 2, 4, ..], "weights": {"3": [1.5, -0.5], ..}, "predicted_db": 41.3, ..}, ..]}
 
-It belongs to one model with its weights, one kind of call, and one scheduler, and is refused for any other.
+A schedule holds for one model with its weights, one kind of call, and one scheduler, and is refused for any other.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class StepBudget(BaseModel):
 
     Attributes:
         computed: the steps that compute, in order.
-        weights: for each other step those of the newest and the second newest computed output.
+        weights: for each other step, the weights of the newest and the second newest computed output.
         predicted_db: the expected error of the final latents, in dB below their mean square.
-        mean_db, worst_db: the measured PSNR of the calibration captions' images, against images of all steps; None if
-            it was not measured.
-        own_mean_db, own_worst_db: the same against images of the pipeline's own number of steps; None if the schedule
+        mean_db, worst_db: the measured PSNR of the calibration captions' images against images for which all steps
+            computed; None if it was not measured.
+        own_mean_db, own_worst_db: their PSNR against images of the pipeline's own number of steps; None if the schedule
             was fitted to that number.
     """
 
@@ -81,7 +81,7 @@ class Schedule(BaseModel):
 
     Attributes:
         model: the name under which the model was loaded.
-        identity: what it belongs to: weights, call and scheduler.
+        identity: the weights, the call and the scheduler for which it holds.
         captions: how many captions it was fitted to.
         own: what the pipeline's own number of steps gives, where the schedule was fitted to a finer run.
         budgets: from the one with the fewest computed steps to the one with the most.
@@ -171,12 +171,12 @@ class Schedule(BaseModel):
 
 @functools.lru_cache
 def read_shipped_schedules() -> Mapping[str, Schedule]:
-    """Read the schedules that come with the package, by file."""
+    """Read the schedules that come with the package. Their keys are the paths of their files."""
     return {str(path): Schedule.read(path) for path in sorted(FOLDER.glob("*.json"))}
 
 
 def make_fit_command(model: str, num_steps: int) -> str:
-    """Return the command that fits a schedule to such a call. A strength has not left out any of its steps yet."""
+    """Return the command that fits a schedule to a call with `num_inference_steps=num_steps`."""
     command = f"ditile fit --model {shlex.quote(model)} --steps {num_steps}"
     if num_steps >= FEWEST_FORECAST_STEPS:
         # By default the command fits to a finer run, of more steps than this call has.

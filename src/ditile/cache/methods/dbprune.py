@@ -31,11 +31,11 @@ class DBPrune:
 
     Args:
         hooks: the hooks around the blocks, in order.
-        decider: makes the decider of a block.
-        residuals: makes a memory for a block, by its place.
-        first, last: F and B.
+        make_decider: makes the decider of a block.
+        make_residuals: makes the memory of a block, by its place.
+        num_first, num_last: F and B.
         never: the positions of other blocks that always run.
-        dynamic: (threshold, differences measured earlier in the step) -> the threshold; None if it stays the same.
+        dynamic: (threshold, differences measured earlier in the step) -> the new threshold; None if it never changes.
 
     Attributes:
         middle: the positions of the blocks that may be skipped.
@@ -44,21 +44,21 @@ class DBPrune:
     def __init__(
         self,
         hooks: Sequence[CacheHook],
-        decider: Callable[[], SkipDecider],
-        residuals: Callable[[int], Residuals],
-        first: int,
-        last: int,
+        make_decider: Callable[[], SkipDecider],
+        make_residuals: Callable[[int], Residuals],
+        num_first: int,
+        num_last: int,
         *,
         never: Sequence[int],
         dynamic: Callable[[float, list[float]], float] | None,
     ) -> None:
         self._dynamic = dynamic
-        places = range(first, max(first, len(hooks) - last))
+        places = range(num_first, max(num_first, len(hooks) - num_last))
         self.middle = [place for place in places if place not in never]
         self._all: dict[int, PrunableBlock] = {}
         for place in self.middle:
             hook = hooks[place]
-            self._all[hook.index] = PrunableBlock(decider(), Segment([hook], residuals(hook.index)))
+            self._all[hook.index] = PrunableBlock(make_decider(), Segment([hook], make_residuals(hook.index)))
         self._mine = self._all
         self._seen: list[list[float]] = []
 

@@ -3,11 +3,11 @@
 Between the last two computed steps, k is the change of the output divided by the change of the input. Each step adds
 k x (change of the input since the last step) / (size of the last computed output) to a sum. While the sum is below a
 threshold the model is not called, and the output is the last computed one plus the change of the input since then. The
-first branch of guidance decides for all. EasyCache needs no blocks, so U-Nets and unknown models have it too.
+first branch of guidance decides for all. EasyCache needs no blocks, so it also works for U-Nets and unknown models.
 
 Cost: two inputs and outputs of each branch and the last input are kept; 8 bytes are sent for each step that is
-measured, as the first rank of an image decides for all. A threshold of 0 leaves nothing out. Stages and stale keys must
-know beforehand which steps compute, so pipefusion with several ranks or patches and distrifusion refuse it.
+measured, because the first rank of an image decides for all. A threshold of 0 leaves nothing out. Stages and stale keys
+must know beforehand which steps compute, so plans with distrifusion, or several stages or patches, are refused.
 """
 
 from __future__ import annotations

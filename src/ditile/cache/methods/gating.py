@@ -1,13 +1,13 @@
 """Gating of guidance: after a share of the steps, only the branch with the caption runs (LinearAG, arXiv 2312.12487).
 
 What guidance adds hardly changes in late steps. So the difference of both branches in the last step that computes both
-is kept, and afterwards the branch without the caption is the one with it minus that difference. It is given to the
-pipeline in place of a prediction, so the pipeline's own guidance, its rescaling and its norms stay as they are.
+is kept. Afterwards the branch without the caption is the branch with the caption minus that difference. The pipeline
+gets it in place of a prediction, so the pipeline's own guidance, its rescaling and its norms stay as they are.
 Branches may be two calls, or the two halves of a batch. A second transformer computes both branches in its first step.
 
-Cost: a difference the size of the latents is kept. Nothing is compared or sent, as every rank knows the step. A gate of
-1 changes nothing. With cfg=2 the half without work would wait, and stages and stale keys must know how many rows a call
-has, so these refuse it.
+Cost: a difference of the size of the latents is kept. Nothing is compared or sent, because every rank knows the step. A
+gate of 1 changes nothing. Plans with cfg=2 are refused, because a half without work would wait, and plans with stages
+or stale keys, which must know how many rows a call has.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GuidanceGateConfig(CallCacheConfig):
 
     @checked()
     def explain_plan_refusal(self, plan: Plan) -> str | None:
-        """Explain why a plan cannot use it, or return None."""
+        """Explain why a plan cannot gate guidance, or return None."""
         if plan.cfg > 1:
             return f"gate={self.gate:g} leaves one half of cfg={plan.cfg} without work; use cfg=1, as with ulysses=2"
         if plan.cuts_latents or plan.attends_to_stale_keys:
@@ -75,10 +75,10 @@ class GatedGuidance(CallPolicy):
     """Gates the guidance of one model in one generation.
 
     Args:
-        model: what tells the arguments of a call apart.
+        model: the model, which finds and splits the rows of a call.
 
     Attributes:
-        differences: branch without the caption -> the difference of both in the last step that computed both.
+        differences: branch -> output with the caption minus output without it, in the last step that computed both.
     """
 
     num_kept = 1
@@ -92,8 +92,8 @@ class GatedGuidance(CallPolicy):
     def check_first_call(self, call: ModelCall) -> None:
         """Raise `ModelError` if the halves of the batch may not be the branches of guidance."""
         pipe = self.model.pipe
-        # Such a batch has two rows for each image if guidance is off, like an ordinary guided batch, and three if it is
-        # on.
+        # With perturbed attention a batch has two rows for each image if guidance is off, like an ordinary guided
+        # batch, and three if guidance is on.
         if getattr(pipe, "do_perturbed_attention_guidance", False):
             raise ModelError(
                 f"the gate of guidance needs a batch with and without the caption, and pag_scale={pipe.pag_scale:g} "
@@ -138,7 +138,7 @@ class GatedGuidance(CallPolicy):
         return call.images is not None and len(call.latents) == 2 * call.images
 
     def _is_gated(self, call: ModelCall, branch: int) -> bool:
-        """Return whether guidance is gated in a step: a difference is known by then."""
+        """Return whether guidance is gated in the call's step, and the branch's difference is known."""
         return call.step >= self._first_gated and branch in self.differences
 
 
@@ -183,7 +183,7 @@ class GuidedModel:
         return first, second
 
     def join_rows(self, with_caption: Tensor, difference: Tensor) -> Tensor:
-        """Join all rows, from those with the caption and the difference of both."""
+        """Join the rows with the caption and the rows without it, which are computed by the difference."""
         both = [with_caption - difference, with_caption]
         if self._is_caption_first:
             both.reverse()

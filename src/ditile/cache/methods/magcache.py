@@ -1,8 +1,8 @@
 """MagCache: a table of ratios, measured once for a model, says which steps are left out (arXiv 2506.09045).
 
-The ratio of a step is the growth, since the step before, of what all blocks add together: the mean over tokens of both
-norms' quotient. After a computed step the ratios are multiplied; a step is left out while the sum of |1 - product| is
-at most a threshold, and the steps in a row are within a limit.
+The ratio of a step is the growth, since the step before, of what all blocks add together: the norm now divided by the
+norm before, as a mean over tokens. After a computed step the ratios are multiplied. Steps are left out while the sum of
+|1 - product| is at most a threshold, and no more of them in a row than a limit.
 
 Cost: one step's residual is kept. Nothing is compared or sent, as every rank knows the table. A threshold of 0 leaves
 nothing out.
@@ -33,11 +33,11 @@ class MagCacheConfig(BlockCacheConfig):
     """MagCache: a step is left out by a table of ratios, measured once for a model.
 
     Attributes:
-        threshold: a step computes where the sum of errors since the last computed step is more; 0 leaves nothing out.
-        max_skip_steps: steps in a row that are left out, at most.
+        threshold: a step computes where the sum of errors since the last computed step exceeds this; 0 leaves none out.
+        max_skip_steps: the limit of steps in a row that are left out.
         retention_ratio: the share of the steps, from the first, that compute.
         mag_ratios: a number for each step of the run that measured them, taken at the nearest step for other numbers of
-            steps; `flux`; or text such as "1.0,1.2,1.1". A checkpoint and scheduler have their own.
+            steps; `flux`; or text such as "1.0,1.2,1.1". Each checkpoint and scheduler has its own ratios.
         calibrate: measure the ratios and leave nothing out; `summary` has them afterwards.
         couple: all images are left out in the same steps, so it is always "batch".
 
@@ -116,7 +116,7 @@ def plan_computed_steps(config: MagCacheConfig, steps: int) -> list[int]:
 
 
 def _read_ratios(ratios: Any) -> tuple[float, ...] | None:
-    """Read the numbers of a table, also by its name or from text. Raises `ModelError` if they are not numbers."""
+    """Read a table of ratios, its name, or its text. Raises `ModelError` if the ratios are not numbers above 0."""
     if ratios is None:
         return None
     # Text is a name or a list of numbers.

@@ -1,14 +1,14 @@
 """SeaCache: the change of the latents decides, after a filter like that of the denoiser (arXiv 2602.18993).
 
-Latents are a x clean + b x noise. With the power 1 / |f|^p of clean images at frequency f, the best linear denoiser has
-the gain a S / (a^2 S + b^2) on each axis, and the gain of a grid is the product over its axes, divided by its mean. The
-filtered latents of a step are compared with those of the step before, computed or not. Relative differences add up, and
-where their sum reaches a threshold a step computes and the sum begins again. Otherwise what all blocks add is taken
+Latents are a x clean + b x noise. If clean images have the power S = 1 / |f|^p at frequency f, the best linear denoiser
+has the gain a S / (a^2 S + b^2) on each axis, and the gain of a grid is the product over its axes, divided by its mean.
+The filtered latents of a step are compared with those of the step before, computed or not. Relative differences add up,
+and where their sum reaches a threshold a step computes and the sum begins again. Otherwise what all blocks add is taken
 from the line through the last two computed steps.
 
 As in diffusers the latents themselves are filtered. All ranks that split tokens, heads or guidance have them whole, so
-nothing is sent but one number for each image, by which the first rank decides for all: rounding may differ between
-ranks. Under PipeFusion each patch goes by the rows of its own, and the first stage tells the others, a byte a patch.
+only one number is sent for each image: the first rank's, which decides for all, because rounding may differ. Under
+PipeFusion each patch is decided by its own rows, and the first stage sends the decisions on, one byte for each patch.
 
 Cost: the filtered latents of one step and two residuals are kept; 8 bytes are sent for each image and branch.
 """
@@ -47,7 +47,7 @@ class SeaCacheConfig(BlockCacheConfig):
         residual_order: 1 continues the line through the last two computed steps, 0 takes the last one.
         retention_steps: the first steps, which compute.
         cache_end_steps: the last steps, which compute.
-        max_consecutive_cached: steps in a row that are left out, at most; 0 sets no limit.
+        max_consecutive_cached: the limit of steps in a row that are left out; 0 sets none.
         power_exp: p of the power 1 / |f|^p of clean images; None is 3 for latents with frames and 2 for others.
 
     The others are as in `BlockCacheConfig`; names and defaults are those of diffusers.
@@ -185,7 +185,7 @@ def read_noise_level(scheduler: Any, step: int) -> tuple[float, float]:
     """Return the amounts a, b of image and noise in the latents of a step, a x clean + b x noise.
 
     Raises:
-        ModelError: if the scheduler says neither.
+        ModelError: if the scheduler has neither alphas nor sigmas.
     """
     # Image-to-image pipelines begin in the middle of the timesteps.
     step += getattr(scheduler, "begin_index", None) or 0
