@@ -58,16 +58,16 @@ class LoopClock:
         if not now.is_under_way or now.is_surveyed or now.is_dry:
             return None
         if now.memory is not self._seen:
-            # Each generation has a memory of its own.
+            # Each generation has its own memory, so another memory is a new generation.
             self._seen = now.memory
             self.cache.begin_generation(self.count_steps())
         step, patch = now.micro_step
-        whole = now.token_patch is None
+        has_all_patches = now.token_patch is None
         # DistriFusion's patches are computed at the same time, each by a rank.
         num_patches = plan.num_patches if plan.distrifusion == 1 else 1
         shares_streams = plan.tensor > 1 and plan.split_scheme == "sequence"
         interleaved = (shares_streams and num_patches > 1) or now.num_references > 0
-        if now.batch_range is not None or (whole and (now.shares.warmup_split is not None or interleaved)):
+        if now.batch_range is not None or (has_all_patches and (now.shares.warmup_split is not None or interleaved)):
             return None
         patches = range(num_patches) if patch is None else (patch,)
 
@@ -93,7 +93,7 @@ class LoopClock:
             has_text=has_real_text,
             images=self.images(),
             # The next step reads all keys of a synchronous step.
-            must_compute=whole and now.keeps_keys and not now.is_stale,
+            must_compute=has_all_patches and now.keeps_keys and not now.is_stale,
             row_spans=lambda: list(map(locate_rows, patches)),
         )
 

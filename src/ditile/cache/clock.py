@@ -18,7 +18,7 @@ class CountedCache(Protocol):
 
 
 class CallClock:
-    """The clock of a transformer: it counts the calls of each step.
+    """The clock of a transformer, which counts steps by their calls.
 
     If a pipeline labels its calls of the model, a step ends when a label is repeated, whatever the number of calls.
 

@@ -58,7 +58,7 @@ class Fields:
 
     @property
     def given(self) -> frozenset[str]:
-        """Return the fields that were given when this was made, or in a later `reset`."""
+        """Return the fields that were given when this config was made, or in a later `reset`."""
         return self._given
 
     def values(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class CacheConfig(Fields):
             a pipeline the calls show it.
     """
 
-    # Without annotations, so that these are not fields.
+    # These have no annotations, so that they are not fields.
     WORDS = dict[str, str]()
     """Word in the line of a cache -> field; the first word names the method."""
     HAS_FORECAST = False
@@ -133,7 +133,7 @@ class CallCacheConfig(CacheConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedScheduleConfig(CallCacheConfig):
-    """A fitted schedule: some steps, fixed beforehand, compute; the others are forecast from the last two of these.
+    """A fitted schedule: some steps, fixed beforehand, compute; the last two of them forecast each other step.
 
     Attributes:
         steps: how many steps of a generation compute; None is half of them.
@@ -141,7 +141,7 @@ class FittedScheduleConfig(CallCacheConfig):
             the package has none, the steps are spread over the generation, and forecasts are lines that end after half
             a gap.
 
-    The others are as in `CacheConfig`.
+    Other attributes are as in `CacheConfig`.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -168,7 +168,7 @@ class BlockCacheConfig(CacheConfig, abc.ABC):
         couple: the unit of a decision: a row of the batch, an image with all its rows of guidance, or the whole batch.
         store_dtype: the type in which values of computed steps are kept; None keeps their own type.
 
-    The others are as in `CacheConfig`.
+    Other attributes are as in `CacheConfig`.
     """
 
     HINT = "let mask and limits leave some out"
@@ -214,7 +214,7 @@ class DBCacheConfig(BlockCacheConfig):
         downsample_factor: n compares only every n-th channel.
         store: the value kept of a computed step: what the middle blocks added, or what they returned.
 
-    The others are as in `BlockCacheConfig`.
+    Other attributes are as in `BlockCacheConfig`.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -266,7 +266,7 @@ class DBPruneConfig(DBCacheConfig):
         dynamic_prune_threshold_relax_ratio: the factor for that mean.
         non_prune_block_ids: indices of further blocks that always compute, besides the first Fn and the last Bn.
 
-    The others are as in `DBCacheConfig`.
+    Other attributes are as in `DBCacheConfig`.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -311,7 +311,7 @@ class Calibration(Fields):
 
 
 BasicCacheConfig, CalibratorConfig = DBCacheConfig, Calibration
-"""The configs under the names that cache-dit gives them too."""
+"""Other names of these configs, as in cache-dit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,7 +323,7 @@ class TaylorSeerCalibratorConfig(Calibration):
         taylorseer_reach: how far the polynomial is followed beyond the last computed step, in gaps between the last two
             computed steps; after that the forecast is constant. None is any distance.
 
-    The others are as in `Calibration`.
+    Other attributes are as in `Calibration`.
     """
 
     taylorseer_order: Count = 1
@@ -351,7 +351,7 @@ class DMDCalibratorConfig(Calibration):
         dmd_ridge: added to each singular value before it divides, relative to the largest one.
         dmd_svd_precision: ignored: the decomposition is small, and always in double precision.
 
-    The others are as in `Calibration`.
+    Other attributes are as in `Calibration`.
     """
 
     dmd_history: Annotated[int, Field(ge=2)] = 6

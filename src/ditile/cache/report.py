@@ -104,7 +104,7 @@ def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[C
             same decisions. Halves of guidance made the same, or each on a branch of its own. Replicas have own images.
     """
     reports_by_stage: dict[int, dict[tuple[int, int], Sequence[ContextReport]]] = {}
-    # The reports are read backwards, so those of the first rank of a place are kept.
+    # The reports are read backwards, so that the reports of a place's first rank are kept.
     for (replica, half, stage), reports in reversed(reports_by_rank):
         reports_by_stage.setdefault(stage, {})[replica, half] = reports
     context_reports: list[ContextReport] = []

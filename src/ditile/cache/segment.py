@@ -83,7 +83,7 @@ class Segment:
             hook.handle = None
 
     def _run_whole_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the first or last block of a segment. In the first call every block comes here, to see its result."""
+        """Run the first or last block of a segment. The first call runs all blocks so, to see what they return."""
         if hook is self._first:
             self._start = hook.copy_tokens(args, kwargs)
         out = hook.forward(*args, **kwargs)
@@ -109,7 +109,7 @@ class Segment:
             assert start is not None
             image = self.residuals.forecast_tokens("image", self._call, start.image)
             text = start.text
-            # A dummy text is never computed, so it has no forecast.
+            # A dummy text is never stored, so it has no forecast.
             if hook.has_text and self._call.moment.has_text():
                 text = None
                 # The last block of some families returns no text.
@@ -337,10 +337,10 @@ class Residuals:
         key = self._make_forecaster_key(stream, call, patch, unit)
         if key in self._forecasters:
             return self._forecasters[key]
-        whole = None
+        of_batch = None
         if unit.among > 1:
             # The first step was computed as one unit, because the number of images was not known yet.
-            whole = self._forecasters.pop(self._make_forecaster_key(stream, call, patch, WHOLE_BATCH), None)
+            of_batch = self._forecasters.pop(self._make_forecaster_key(stream, call, patch, WHOLE_BATCH), None)
         for new_unit in call.units:
             new_key = self._make_forecaster_key(stream, call, patch, new_unit)
             forecaster = self._forecasters[new_key] = self._make_forecaster(stream)
@@ -348,8 +348,8 @@ class Residuals:
                 # The count tells calls of different kinds apart, which may remember tensors of the same shape.
                 place = (stream, call.moment.branch, patch, new_unit.place, new_unit.among, len(self._forecasters))
                 forecaster.make_slot = partial(self._keep, *place)
-            if whole is not None:
-                forecaster.add_computed_step(0, whole.forecast_value(0)[new_unit.batch_slice].clone())
+            if of_batch is not None:
+                forecaster.add_computed_step(0, of_batch.forecast_value(0)[new_unit.batch_slice].clone())
         return self._forecasters[key]
 
     def _make_forecaster_key(self, stream: str, call: CacheCall, patch: int, unit: Unit) -> tuple[object, ...]:

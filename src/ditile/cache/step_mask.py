@@ -1,4 +1,4 @@
-"""Step masks: the steps of a generation that compute (1), and those that may reuse an earlier one (0). Pure.
+"""Step masks: which steps of a generation compute (1), and which may reuse an earlier one (0).
 
 Early steps shape the image, and their errors stay in later steps. So masks compute most of the early steps and fewer
 of the later ones (LeMiCa, arXiv 2511.00090; EasyCache, arXiv 2507.02860). The presets are those that cache-dit
@@ -25,7 +25,7 @@ PRESET_BINS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "fast": ((6, 1, 1, 1, 1, 1), (1, 3, 4, 5, 4)),
     "ultra": ((4, 1, 1, 1, 1), (2, 5, 6, 7)),
 }
-"""Compute bins and cache bins of each preset, from the one that computes most to the one that computes least."""
+"""The compute bins and the cache bins of each preset. The first preset computes most, and the last one least."""
 
 
 @checked()
@@ -101,9 +101,9 @@ def build_preset_mask(name: str, steps: int) -> tuple[int, ...]:
     for start, step in itertools.pairwise(chosen):
         gap = step - start
         # With this many steps added, no part of the gap is longer than the longest hole.
-        more = max(0, math.ceil((gap - 1 - longest) / (longest + 1)))
-        for number in range(1, more + 1):
-            filled.add(start + round(gap * number / (more + 1)))
+        num_added = max(0, math.ceil((gap - 1 - longest) / (longest + 1)))
+        for number in range(1, num_added + 1):
+            filled.add(start + round(gap * number / (num_added + 1)))
     return tuple(int(step in filled) for step in range(steps))
 
 

@@ -23,7 +23,7 @@ from ditile.model.hooks.protocols import CallPosition, SkipAgreement
 
 
 class Unit(NamedTuple):
-    """Rows of a call that are decided on together: number `place` of `among` such groups."""
+    """Rows of a call that are decided on together: group number `place` of `among` groups."""
 
     place: int
     among: int
@@ -169,8 +169,8 @@ class SkipDecider:
                 differences = first_branch
             else:
                 sums = self._sum_changes(parts, call, states_by_unit, verdicts)
-                # The sums of all units are one message, also of units that need none, so all ranks send alike. A
-                # feature is not summed: each rank has all of it, but only a part of the tokens.
+                # The sums of all units are one message, even of units that need no difference. A feature is not
+                # summed, because each rank has all of it; of the tokens a rank has only a part.
                 if self.feature is None:
                     sums = agreement.sum_over_ranks(sums)
                 differences = [_find_largest_difference(*unit_numbers) for unit_numbers in sums.tolist()]
@@ -317,18 +317,18 @@ class SkipDecider:
         key = call.make_unit_key(patch, unit)
         if key in self._states:
             return self._states[key]
-        whole = None
+        batch_state = None
         if unit.among > 1:
             # The first step was computed as one unit, because the number of images was not known yet.
-            whole = self._states.pop(call.make_unit_key(patch, WHOLE_BATCH), None)
+            batch_state = self._states.pop(call.make_unit_key(patch, WHOLE_BATCH), None)
         for new_unit in call.units:
             state = self._states[call.make_unit_key(patch, new_unit)] = UnitState()
-            if whole is None:
+            if batch_state is None:
                 continue
-            state.record.computed = whole.record.computed
-            if whole.probe is not None:
-                state.probe = whole.probe[new_unit.batch_slice].clone()
-                state.control = None if whole.control is None else whole.control[new_unit.batch_slice]
+            state.record.computed = batch_state.record.computed
+            if batch_state.probe is not None:
+                state.probe = batch_state.probe[new_unit.batch_slice].clone()
+                state.control = None if batch_state.control is None else batch_state.control[new_unit.batch_slice]
         return self._states[key]
 
 
@@ -349,7 +349,7 @@ class Difference:
 
         Args:
             before, now: `[rows, tokens, channels]`; sums are in fp32, or in fp64 if these are.
-            size: the sum of `before`, if it is known; it can be known only where all tokens count.
+            size: the second sum, if it is known; it can be known only if all tokens count.
         """
         if self.every > 1:
             before = before[..., :: self.every]
@@ -366,8 +366,8 @@ class Difference:
         sizes = norm(before, ord=1, dim=-1, dtype=dtype)
         counted = changes > self.important * sizes
         # If no token counts, the difference is 0 / tiny = 0; only a probe of zeros gives 0 / 0.
-        least = torch.finfo(dtype).tiny * sizes.any()
-        return (changes * counted).sum(), (sizes * counted).sum() + least
+        tiny = torch.finfo(dtype).tiny * sizes.any()
+        return (changes * counted).sum(), (sizes * counted).sum() + tiny
 
     @staticmethod
     def choose_sum_dtype(probe: Tensor) -> torch.dtype:

@@ -93,9 +93,9 @@ class ListAnatomy(Flow):
         has_no_batch: whether streams are `[tokens, C]`.
         joint: where the text is within the parameter `image`.
         arguments: each other parameter -> the kinds of its leaves.
-        attention: path of a module within a block -> the kind of each of its calls: the letter of its tokens, as `N` or
-            `J`; of its queries and its keys where these are not the same, as `NT`; or `-`. See `FURTHER` and
-            `REAL_PAIRS`.
+        attention: path of a module within a block -> the kind of each of its calls: the letter of its tokens, such as
+            `N` or `J`; two letters, such as `NT`, if queries and keys are of different tokens; or `-`. See `FURTHER`
+            and `REAL_PAIRS`.
     """
 
     is_tuple: bool = False

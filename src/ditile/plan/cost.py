@@ -15,7 +15,7 @@ p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ra
     keys           a warmup group of n: 2 (n - 1) / n L b (p + t) C e, own keys and values to the others
     data           a replica's own latents to the others, once; result: all latents to all stages, once
 
-Shares that do not divide differ by a token or a head, and are counted as they are. Headers are not counted. With
+Shares that do not divide evenly differ by a token or a head, and are counted exactly. Headers are not counted. With
 `wire_dtype` a token's activation, or a head of it, is c + 2 c / r bytes instead of c e in the kinds of `PACKED_KINDS`,
 where r numbers share a scale (`find_scaled_run`); messages that travel as differences have codes of fewer bits.
 """
@@ -194,7 +194,7 @@ class PlannedCall:
 
     @memoize_method
     def count_layers(self, stage: int) -> Mapping[bool, int]:
-        """Count the attention layers of a stage: those that attend to the text (True), and the others."""
+        """Count the attention layers of a stage that attend to the text (True), and those that do not (False)."""
         layers = Counter[bool]()
         for block in self.stages[stage]:
             layers.update(self.weights.layers[block])
@@ -239,7 +239,7 @@ class PlannedRank:
 
     @property
     def is_last_stage(self) -> bool:
-        """Return whether it is in the stage with the model's end."""
+        """Return whether its stage is the last one."""
         return self.stage == self.job.plan.pipefusion - 1
 
     @property
@@ -300,7 +300,7 @@ class PlannedRank:
 
     @property
     def layers(self) -> Mapping[bool, int]:
-        """Return the number of its attention layers: those that attend to the text (True), and the others."""
+        """Return the number of its attention layers that attend to the text (True), and that do not (False)."""
         return self.job.count_layers(self.stage)
 
     @cached_property
@@ -354,7 +354,7 @@ class PlannedRank:
         return self.shape.calls * (size + neighbours * sum(self.count_patch_bytes()))
 
     def count_packed_bytes(self, channels: int, step: int) -> int:
-        """Count the bytes of a vector of each row of its batch, in a message of one of `PACKED_KINDS` in a step."""
+        """Count the bytes that one vector for each row of its batch takes in a message of `PACKED_KINDS` in a step."""
         wire_dtype = self.job.plan.wire_dtype
         if wire_dtype is None or not self.job.packs_messages(step):
             return channels * self.number_bytes

@@ -77,7 +77,7 @@ class RankError(DitileError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a line to an error, as does the method `add_note` of errors, which Python 3.10 lacks."""
+    """Add a line to an error, like `BaseException.add_note`, which Python 3.10 lacks."""
     error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
 
 

@@ -45,7 +45,7 @@ class FlagParser(argparse.ArgumentParser):
         for group in self._action_groups:
             formatter.start_section(group.title)
             for action in group._group_actions:
-                # Aliases of a flag follow it.
+                # Aliases and switches of a flag come after it, with the same `dest`.
                 if action.dest in self.essential and action.dest not in shown:
                     shown.add(action.dest)
                     short = copy.copy(action)

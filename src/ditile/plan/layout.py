@@ -1,6 +1,6 @@
 """Layout: the positions of one image's tokens, their cuts into patches, and the split of a patch over ranks.
 
-Pure; every rank computes the same. A patch is a run of whole token rows; of a video, the same rows of every frame. In
+Every rank computes the same layout. A patch is a run of whole token rows; of a video, the same rows of every frame. In
 joint attention the text belongs to the first patch of the image, which is made smaller for it. Tokens of reference
 images may be patches of their own, before that one. Ranks of the sequence axes split each patch and the text as evenly
 as possible, or by weights, so that a rank's tokens of a whole step are its parts of the patches, one after the other.
@@ -83,7 +83,7 @@ class Layout:
 
     Attributes:
         grid, text, joint, cuts: the rows, the length and place of the text, and where rows are cut.
-        owners: the patch of each part between two cuts; by default each is a patch, in this order.
+        owners: the patch of each part between two cuts; by default each part is a patch, in this order.
         num_references: how many patches, from the first on, are of reference images; the text belongs to the next one.
     """
 
@@ -421,7 +421,7 @@ def count_weighted_shares(length: int, weights: tuple[float, ...]) -> tuple[int,
     taken = 0
     for rank in range(len(weights)):
         stop = round(length * sum(weights[: rank + 1]) / sum(weights))
-        # The ranks before and after this one have an item too.
+        # This rank and each later one get at least `least` items.
         last = length - least * (len(weights) - 1 - rank)
         stop = min(max(stop, taken + least), last)
         shares.append(stop - taken)
@@ -449,6 +449,6 @@ def balance_patch_rows(rows: int, patches: int, text_rows: float = 0.0) -> list[
         return [rows]
     share = (rows + text_rows) / patches
     # At least one row is left for each of the other patches.
-    first = min(max(round(share - text_rows), 1), rows - (patches - 1))
-    base, more = divmod(rows - first, patches - 1)
-    return [first] + [base + 1] * more + [base] * (patches - 1 - more)
+    first_rows = min(max(round(share - text_rows), 1), rows - (patches - 1))
+    base, more = divmod(rows - first_rows, patches - 1)
+    return [first_rows] + [base + 1] * more + [base] * (patches - 1 - more)

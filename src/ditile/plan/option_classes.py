@@ -68,7 +68,7 @@ Scale = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Counts = Annotated[tuple[Count, ...], BeforeValidator(_split_at_commas)]
 Indices = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_split_at_commas)]
-# Within these limits sums of them stay finite, shares of a run exact, and products of three above 0.
+# Within these limits, sums of speeds stay finite, shares of a run exact, and products of three speeds above 0.
 Speed = Annotated[float, Field(ge=1e-9, le=1e9, allow_inf_nan=False)]
 Speeds = Annotated[tuple[Speed, ...], BeforeValidator(_split_at_commas)]
 

@@ -384,8 +384,8 @@ class Plan:
         return self.vae == "rows" or self.text == "split"
 
     def list_rank_weights(self) -> tuple[float, ...]:
-        """Return the weight of each rank of an image. Rows or tiles of the decode, and text encoders, are divided by
-        these."""
+        """Return the weight of each rank of an image, by which rows or tiles of the decode, and text encoders, are
+        divided."""
         if self.rank_weights is not None:
             return self.rank_weights
         weights = []
@@ -616,11 +616,11 @@ def _check_patch_tokens(plan: Plan, facts: Facts) -> Iterator[str]:
     else:
         rows_of_patches = balance_patch_rows(rows, patches, facts.text / width)
     # The smallest patch has the fewest tokens to split.
-    least = width * min(rows_of_patches)
-    if plan.token_ranks > least:
+    fewest = width * min(rows_of_patches)
+    if plan.token_ranks > fewest:
         yield (
-            f"{plan.token_ranks} ranks split a patch of {least} tokens, less than one each; "
-            f"try 1 to {least}, fewer patches than {patches}, or a larger image"
+            f"{plan.token_ranks} ranks split a patch of {fewest} tokens, less than one each; "
+            f"try 1 to {fewest}, fewer patches than {patches}, or a larger image"
         )
 
 

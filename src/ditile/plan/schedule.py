@@ -39,7 +39,7 @@ class OpKind(Enum):
     SEND = "send"  # activations of a patch, to the next stage
     STEP = "step"  # the scheduler, on a patch (last stage)
     SEND_STEPPED_PATCH = "return"  # the denoised patch, from the last stage to one that reads latents
-    RECEIVE_STEPPED_PATCH = "take"  # the denoised patch of the step before, on such a stage
+    RECEIVE_STEPPED_PATCH = "take"  # the denoised patch of the step before, on a stage that reads latents
     SEND_WHOLE_LATENTS = "share"  # the whole latents, from the last stage to one of the next step's warmup group
     RECEIVE_WHOLE_LATENTS = "adopt"  # the whole latents, on that member of the warmup group
     SEND_PREDICTION = "predict"  # the prediction for the own tokens of a warmup group's member, to the last stage
@@ -361,7 +361,7 @@ class PatchSchedule:
                     yield Op(OpKind.SEND_STEPPED_PATCH, micro.step, patch, peer=reader)
 
     def iter_step_ops(self, stage: int, step: int, calls: int, branches: Sequence[int] | None = None) -> Iterator[Op]:
-        """Yield all ops of a stage in a step of `calls` transformer calls, or only those in the calls `branches`."""
+        """Yield the ops of a stage in a step of `calls` transformer calls; with `branches`, only of these calls."""
         own = range(calls) if branches is None else branches
         for micro in self.list_micro_steps(step):
             yield from self.iter_ops_before_call(stage, micro, len(own))

@@ -1,6 +1,6 @@
 """Shape: the numbers of one job, from a model's config and the arguments of a call. No weights, no torch.
 
-The table of a runner and a dry run are computed from it: tokens, messages, memory of keys, parameters.
+The table of a runner and a dry run are computed from a shape: tokens, messages, memory of keys, parameters.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Weights:
     Attributes:
         blocks: parameters of each block.
         shared: parameters that every rank holds (embeddings, head).
-        layers: of each block, for each of its attention layers, whether it sees the text of joint attention.
-        out: numbers that the output module makes of a token.
-        exchanges: of each block, what tensor parallelism exchanges in it: ("sum" | "gather" | "norm", stream). Sums
-            are of row-parallel Linears, gathers of split_scheme=sequence, norms the squares of norms over heads.
-        tensors: of each block, the numbers in each of its parameters and buffers.
-        tensor_units: the equal parts that unlike shares of tensor parallelism are made of.
+        layers: for each block and each of its attention layers, whether the layer sees the text of joint attention.
+        out: how many numbers the output module computes for a token.
+        exchanges: for each block, its exchanges in tensor parallelism: ("sum" | "gather" | "norm", stream). Sums are
+            of row-parallel Linears, gathers of split_scheme=sequence, norms the squares of norms over heads.
+        tensors: for each block, the numbers in each of its parameters and buffers.
+        tensor_units: how many equal parts a rank's share of tensor parallelism is counted in, if shares differ.
     """
 
     blocks: tuple[int, ...]
@@ -108,7 +108,7 @@ class Shape:
         channels: the width of a token in the blocks; 0 if it is `heads` times `head_dim`.
         key_heads: the number of key heads divided by the number of query heads.
         references: tokens of reference images, the last ones of the image; None if it is not known how many.
-        call_rows: rows of each call of a step for an image, if calls differ. `calls` then counts one for each row.
+        call_rows: the rows of an image in each call of a step, if calls differ. `calls` then counts each row as a call.
     """
 
     height: int
@@ -182,7 +182,7 @@ class Shape:
             return _look_up_layout(self.grid, plan.num_patches, self.text, joint)
         rows = range(self.latent_rows, self.grid.rows)
         patches = plan.num_patches
-        # Ranks of DistriFusion split the references, as one patch, and the image.
+        # Under DistriFusion the references are one more patch, which all ranks split like the image.
         if plan.distrifusion > 1:
             patches += 1
         return _look_up_reference_layout(self.grid, patches, self.text, joint, rows, even=plan.references == 1)

@@ -1,6 +1,6 @@
 """Runs a schedule without processes: it finds when each op starts and ends, and how long a generation takes.
 
-The planner prices a plan by `simulate_schedule`. A schedule that would deadlock raises an error here, so tests find it
+The planner prices a plan by `simulate_schedule`. It raises an error if the schedule would deadlock, so tests find this
 without starting a rank.
 """
 
@@ -90,11 +90,11 @@ def _compute_unit_cost(schedule: PatchSchedule, calls: int | Callable[[int], int
         ranks = len(schedule.select_warmup_group(micro)) or schedule.stages
         rows = schedule.split_micro_batches(micro)[op.micro_batch]
         return len(rows) / schedule.batch / (ranks * calls)
-    first = schedule.num_references
-    if op.patch < first:
-        share = schedule.reference_share / first
+    num_references = schedule.num_references
+    if op.patch < num_references:
+        share = schedule.reference_share / num_references
     else:
-        share = (1 - schedule.reference_share) / (schedule.patches - first)
+        share = (1 - schedule.reference_share) / (schedule.patches - num_references)
     return share / (schedule.stages * calls)
 
 

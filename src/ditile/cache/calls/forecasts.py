@@ -63,7 +63,7 @@ class CallForecasts:
         return total
 
     def decide_call(self, call: ModelCall, planned: bool | None = None) -> bool:
-        """Return whether a call is made. `planned` is the answer where it was known before the step."""
+        """Return whether a call is made. `planned` is the answer, if it was known before the step."""
         if not self.branches:
             self.policy.check_first_call(call)
         if call.branch == 0:
@@ -122,7 +122,7 @@ class CallForecasts:
         return result
 
     def _run_rows(self, call: ModelCall, run: partial[Any]) -> Any:
-        """Make a call on all rows, or on those that guidance still needs."""
+        """Make a call on all rows, or only on the rows that guidance still needs."""
         policy = self.policy
         if not isinstance(policy, GatedGuidance):
             return run()

@@ -63,7 +63,7 @@ class CallPolicy(Protocol):
     """The decisions and forecasts of a method for one model in one generation.
 
     Attributes:
-        num_kept: how many of the newest computed outputs of each branch `forecast` is given.
+        num_kept: how many of a branch's newest computed outputs are kept for `forecast`.
         keeps_latents: whether the latents of those calls are kept too; otherwise their `latents` are None.
     """
 
@@ -78,7 +78,7 @@ class CallPolicy(Protocol):
         return None
 
     def check_first_call(self, call: ModelCall) -> None:
-        """Check the first call of a generation before it is made. Raises `ModelError` if it cannot be forecast."""
+        """Check the first call of a generation before it is made. Raises `ModelError` if such calls do not fit."""
         return
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:

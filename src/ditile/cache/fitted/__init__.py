@@ -1,1 +1,1 @@
-"""Fitted schedules: the steps that compute for each budget, and forecasts of the others, fitted to a few full runs."""
+"""Fitted schedules: the computed steps for each budget and forecasts of the other steps, fitted to a few full runs."""

@@ -28,7 +28,7 @@ WEIGHT_TOLERANCE = 0.0042
 """Weights that differ by less, relative to the larger one, are equal: rounding to bfloat16 changes a weight by less."""
 
 LEAST_WEIGHT = 1e-7
-"""Weights that differ by less are equal too: float16 rounds the smallest ones by this much."""
+"""Weights that differ by less are equal too: rounding to float16 changes the smallest ones by as much as this."""
 
 SIGMA_TOLERANCE = 1e-3
 """Sigmas that differ by less, relative to the largest sigma, are equal. Another number of steps, or another size, makes
@@ -186,7 +186,7 @@ def describe_scheduler(scheduler: Any, num_steps: int) -> dict[str, Any]:
 
 
 def describe_latents(latents: Any) -> tuple[int, ...]:
-    """Return the shape of one image's latents. A model takes a batch of rows, or a list of them."""
+    """Return the shape of one image's latents. `latents` is a tensor with a row for each image, or a list of rows."""
     from torch import Tensor
 
     if isinstance(latents, Tensor):
@@ -239,8 +239,8 @@ def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str,
         # The values of a device are copied at once, and not one parameter at a time.
         values = iter(torch.cat(list(heads.values())).tolist())
         for name, head in heads.items():
-            own = itertools.islice(values, len(head))
-            sampled[name] = tuple(float(f"{value:.5g}") for value in own)
+            samples = itertools.islice(values, len(head))
+            sampled[name] = tuple(float(f"{value:.5g}") for value in samples)
     return sampled
 
 

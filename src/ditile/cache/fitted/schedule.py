@@ -32,7 +32,7 @@ Step = Annotated[int, Field(ge=0, lt=MAX_STEPS)]
 
 
 class StepBudget(BaseModel):
-    """The steps that compute, and forecasts of the others.
+    """The steps that compute, and the weights that forecast the other steps.
 
     Attributes:
         computed: the steps that compute, in order.
@@ -150,7 +150,7 @@ class Schedule(BaseModel):
 
     @checked()
     def write(self, path: str | Path) -> None:
-        """Write the file. It gets its name only when it is whole."""
+        """Write the file, which gets its name only once it is complete."""
         files.write_atomically(Path(path), self.model_dump_json() + "\n")
 
     @checked()

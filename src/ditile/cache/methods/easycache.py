@@ -37,7 +37,7 @@ class EasyCacheConfig(CallCacheConfig):
             nothing out. The authors take 0.05 for a small loss, and 0.1 and 0.2 for two and three times the speed.
         retention_steps: the first steps, which compute; the last one does too.
 
-    The others are as in `CacheConfig`.
+    Other attributes are as in `CacheConfig`.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -96,7 +96,7 @@ class EasyCachePolicy(CallPolicy):
         outputs = [tensor.clone() for tensor in newest.tensors]
         dim, num_channels = _find_channels(call.latents, outputs)
         inputs = zip(_list_inputs(call.latents), _list_inputs(newest.call.latents), strict=True)
-        # A sound beside a video has no latents here, and stays as it was.
+        # The output for a sound beside a video has no latents in this list, and stays unchanged.
         for output, (now, before) in zip(outputs, inputs, strict=False):
             # Further channels are left out: those of an input are conditions, which do not change, and those of an
             # output are variances.

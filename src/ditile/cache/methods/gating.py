@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ditile.model.hooks.batch_rows import BatchDimFinder
 
 CAPTION_FIRST = ("AceStep", "DiT", "Lumina", "OmniGen", "StableCascade", "Wuerstchen")
-"""Pipelines, by the beginning of their names, that put the rows with the caption before those without."""
+"""How the names of pipelines begin that put the rows with the caption before the rows without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class GuidanceGateConfig(CallCacheConfig):
     Attributes:
         gate: the share of the steps, from the first, that compute both branches; 1 is all of them.
 
-    The others are as in `CacheConfig`.
+    Other attributes are as in `CacheConfig`.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -101,14 +101,14 @@ class GatedGuidance(CallPolicy):
             )
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
-        """Return whether a call is made. The first of a step always is, because it has the caption."""
+        """Return whether a call is made. The first call of a step always is, because it has the caption."""
         return call.branch == 0 or not self._is_gated(call, call.branch)
 
     def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
         """Keep the output of the branch with the caption, or the difference of another branch from it."""
         if self._is_doubled(call):
             pairs = list(map(self.model.split_rows, output.tensors))
-            # A further call, such as one that skips layers, is compared with the half with the caption.
+            # An additional call, such as one that skips layers, is compared with the half that has the caption.
             self._with_caption = [with_caption for _, with_caption in pairs]
             if not self._is_gated(call, 0):
                 self.differences[0] = [with_caption - without for without, with_caption in pairs]

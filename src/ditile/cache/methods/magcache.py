@@ -41,7 +41,7 @@ class MagCacheConfig(BlockCacheConfig):
         calibrate: measure the ratios and leave nothing out; `summary` has them afterwards.
         couple: all images are left out in the same steps, so it is always "batch".
 
-    The others are as in `BlockCacheConfig`; names and defaults are those of diffusers.
+    Other attributes are as in `BlockCacheConfig`; names and defaults are as in diffusers.
 
     Raises:
         ModelError: if there are no ratios, a field is not known, or a value is out of its range.
@@ -104,7 +104,7 @@ def plan_computed_steps(config: MagCacheConfig, steps: int) -> list[int]:
         ratio *= ratios[nearest]
         streak += 1
         error += abs(1 - ratio)
-        # The first step computes always, as nothing is stored before it.
+        # The first step always computes, because nothing is stored before it.
         if step and error <= config.threshold and streak <= config.max_skip_steps:
             mask.append(0)
             continue

@@ -50,7 +50,7 @@ class SeaCacheConfig(BlockCacheConfig):
         max_consecutive_cached: the limit of steps in a row that are left out; 0 sets none.
         power_exp: p of the power 1 / |f|^p of clean images; None is 3 for latents with frames and 2 for others.
 
-    The others are as in `BlockCacheConfig`; names and defaults are those of diffusers.
+    Other attributes are as in `BlockCacheConfig`; names and defaults are as in diffusers.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -77,17 +77,17 @@ class SeaCacheConfig(BlockCacheConfig):
     @checked()
     def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
         """Return rules for `steps` steps, with the threshold as a budget, and a line in place of the `calibrator`."""
-        # A short generation may have no step between the first and the last ones.
-        first = min(self.retention_steps, steps)
-        last = min(self.cache_end_steps, steps - first)
+        # A short generation may have no step between the first and the last steps.
+        num_first = min(self.retention_steps, steps)
+        num_last = min(self.cache_end_steps, steps - num_first)
         rules = DBCacheConfig(
             Fn_compute_blocks=0,
             # Only the budget decides; without one nothing is left out.
             residual_diff_threshold=float(self.threshold > 0),
             max_accumulated_residual_diff_threshold=self.threshold,
             accumulated_resets=True,
-            max_warmup_steps=first,
-            steps_computation_mask=[1] * first + [0] * (steps - first - last) + [1] * last,
+            max_warmup_steps=num_first,
+            steps_computation_mask=[1] * num_first + [0] * (steps - num_first - num_last) + [1] * num_last,
             max_continuous_cached_steps=self.max_consecutive_cached or -1,
             couple=self.couple,
             store_dtype=self.store_dtype,
@@ -142,9 +142,9 @@ class SpectralFeature:
         parts = []
         for patch, (start, stop, count) in zip(call.moment.patches, call.moment.row_spans(), strict=True):
             # A row of tokens is one or more rows of latents.
-            first = start * rows // count
-            num_rows = stop * rows // count - first
-            patch_rows = latents.narrow(grid.dims[-2], first, num_rows)
+            first_row = start * rows // count
+            num_rows = stop * rows // count - first_row
+            patch_rows = latents.narrow(grid.dims[-2], first_row, num_rows)
             parts.append((patch, filter_latents(patch_rows, grid.dims, levels, power)))
         return parts
 

@@ -35,7 +35,7 @@ class SpectrumConfig(BlockCacheConfig):
         w: the share of the polynomials in a forecast; the rest is the line through the last two computed steps.
         couple: always "batch", because all images skip the same steps.
 
-    The others are as in `BlockCacheConfig`; names and defaults are those of the authors' code.
+    Other attributes are as in `BlockCacheConfig`; names and defaults are as in the authors' code.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -85,10 +85,10 @@ class ChebyshevCalibratorConfig(Calibration):
     Attributes:
         degree, ridge, share: `m`, `lam` and `w` of `SpectrumConfig`.
 
-    The others are as in `Calibration`. By default the image tokens that the last block returns are forecast.
+    Other attributes are as in `Calibration`. By default the image tokens that the last block returns are forecast.
     """
 
-    # The time of the polynomials goes from -1 to 1 in so many steps.
+    # The time of the polynomials goes from -1 to 1 in this number of steps.
     steps: Positive = 50
     degree: Count = 4
     ridge: Ridge = 0.1
