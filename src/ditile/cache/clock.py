@@ -18,7 +18,7 @@ class CountedCache(Protocol):
 
 
 class CallClock:
-    """The clock of a transformer, which counts steps by their calls.
+    """A clock that counts a transformer's steps by its calls.
 
     If a pipeline labels its calls of the model, a step ends when a label is repeated, whatever the number of calls.
 

@@ -133,7 +133,7 @@ class CallCacheConfig(CacheConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedScheduleConfig(CallCacheConfig):
-    """A fitted schedule: some steps, fixed beforehand, compute; the last two of them forecast each other step.
+    """A fitted schedule: some steps, fixed beforehand, compute; the rest are forecast from the last two computed steps.
 
     Attributes:
         steps: how many steps of a generation compute; None is half of them.
@@ -262,7 +262,7 @@ class DBPruneConfig(DBCacheConfig):
 
     Attributes:
         enable_dynamic_prune_threshold: whether the threshold of a step rises with the mean of its first 5 differences.
-        max_dynamic_prune_threshold: the threshold rises only to less than this; None is twice residual_diff_threshold.
+        max_dynamic_prune_threshold: the threshold never rises to this or more; None is twice residual_diff_threshold.
         dynamic_prune_threshold_relax_ratio: the factor for that mean.
         non_prune_block_ids: indices of further blocks that always compute, besides the first Fn and the last Bn.
 

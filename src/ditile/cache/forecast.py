@@ -113,7 +113,7 @@ class Forecaster(abc.ABC):
         self._tensors = self._slots[: len(self._steps)]
 
     def describe_state(self, step: int) -> Hashable | None:
-        """Return the state on which a call at a step depends; None if it includes values, or memory moves."""
+        """Return the state on which a call at a step depends; None if it has values, or memory that does not stay."""
         if not self._slots:
             return None
         distances = tuple(step - computed_step for computed_step in self._steps)
@@ -265,7 +265,7 @@ class FoCa(_Newton):
     The second order backward formula (BDF2, for uneven gaps) gives the slope at the last computed step. A step along
     that slope ends at a first forecast, where the same formula gives a second slope. A step along the mean of both
     slopes (Heun) is the result. Two computed steps give a line, one gives reuse. FoCa is exact on lines whatever the
-    gaps. It counts half of a parabola's curvature, and less of it far from the last computed step: it overshoots less.
+    gaps. It counts half of a parabola's curvature, and less far from the last computed step, so it overshoots less.
 
     The paper feeds forecasts back as if they had been computed. Here only computed steps count.
 

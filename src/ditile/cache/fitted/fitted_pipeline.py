@@ -106,7 +106,7 @@ class FittedPolicies:
         """Return the policy of a generation of `num_steps` steps.
 
         Raises:
-            ModelError: if so many steps cannot be computed, or the schedule is for other steps or another scheduler.
+            ModelError: if `config` computes too many or too few steps, or no schedule has these steps and scheduler.
         """
         if isinstance(self._pipe, nn.Module):
             # `check_call` has not run, because no pipeline calls the model.

@@ -6,8 +6,8 @@ gets it in place of a prediction, so the pipeline's own guidance, its rescaling 
 Branches may be two calls, or the two halves of a batch. A second transformer computes both branches in its first step.
 
 Cost: a difference of the size of the latents is kept. Nothing is compared or sent, because every rank knows the step. A
-gate of 1 changes nothing. Plans with cfg=2 are refused, because a half without work would wait, and plans with stages
-or stale keys, which must know how many rows a call has.
+gate of 1 changes nothing. Plans with cfg=2 are refused, because the half without work would wait; so are plans with
+stages or stale keys, which must know how many rows a call has.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ditile.model.hooks.batch_rows import BatchDimFinder
 
 CAPTION_FIRST = ("AceStep", "DiT", "Lumina", "OmniGen", "StableCascade", "Wuerstchen")
-"""How the names of pipelines begin that put the rows with the caption before the rows without it."""
+"""Beginnings of pipeline names: these pipelines put the rows with the caption before the rows without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
