@@ -31,7 +31,7 @@ class CallClock:
     def __init__(self, caches: Sequence[CountedCache], *, steps: int | None, separate_cfg: bool) -> None:
         self._caches = caches
         self._calls_per_step = 1 + separate_cfg
-        self._most_calls = 0
+        self._max_calls = 0
         self._step = 0
         self._branch = 0
         self._steps = steps
@@ -68,7 +68,7 @@ class CallClock:
         if model.label is None:
             has_ended = self._branch >= self._calls_per_step
         if self._live and has_ended:
-            self._most_calls = max(self._most_calls, self._branch)
+            self._max_calls = max(self._max_calls, self._branch)
             self._step += 1
             self._branch = 0
             self._labels.clear()
@@ -77,7 +77,7 @@ class CallClock:
         if not self._live:
             self._step = 0
             self._branch = 0
-            self._most_calls = 0
+            self._max_calls = 0
             self._labels.clear()
             for cache in self._caches:
                 cache.begin_generation(self._steps)
@@ -90,6 +90,6 @@ class CallClock:
         """Count a call of the model that has returned; the last one of an image ends the generation."""
         self._branch += 1
         # A step of labelled calls has as many of them as the longest step before it.
-        calls = self._most_calls if self._labels else self._calls_per_step
+        calls = self._max_calls if self._labels else self._calls_per_step
         if self._steps is not None and self._step + 1 >= self._steps and self._branch >= calls:
             self.end_generation()

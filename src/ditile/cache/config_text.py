@@ -338,10 +338,10 @@ def parse_cache_line(line: str) -> CallArguments:
     entries: dict[str, str | None] = {word: row.field for word, row in CACHE_WORDS.items()}
     if not issubclass(method.config, DBCacheConfig):
         # A word of one method is unknown to the others.
-        own: dict[str, str | None] = {**method.config.WORDS}
+        own_entries: dict[str, str | None] = {**method.config.WORDS}
         for word in (*_FORECASTS, "reach"):
-            own[word] = entries[word]
-        entries = own
+            own_entries[word] = entries[word]
+        entries = own_entries
     # Fields work by their own names too.
     for field in method.config.__dataclass_fields__:
         entries[field] = field

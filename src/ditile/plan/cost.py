@@ -151,16 +151,16 @@ class PlannedCall:
     @memoize_method
     def plan_rank(self, rank: int) -> PlannedRank:
         """Return what a rank holds and computes."""
-        place = compute_coordinates(self.plan, rank)
+        coordinates = compute_coordinates(self.plan, rank)
         return PlannedRank(
             job=self,
             number=rank,
-            data=place["data"],
-            stage=place["pipefusion"],
-            token_place=self.plan.find_token_place(place),
-            outer=find_outer_place(place),
-            ulysses=place["ulysses"],
-            tensor=place["tensor"],
+            data=coordinates["data"],
+            stage=coordinates["pipefusion"],
+            token_place=self.plan.find_token_place(coordinates),
+            outer=find_outer_place(coordinates),
+            ulysses=coordinates["ulysses"],
+            tensor=coordinates["tensor"],
         )
 
     @cached_property

@@ -390,14 +390,14 @@ class Plan:
             return self.rank_weights
         weights = []
         for rank in range(self.world // self.data):
-            place = compute_coordinates(self, rank)
+            coordinates = compute_coordinates(self, rank)
             weight = 1.0
             if self.stage_weights is not None:
-                weight *= self.stage_weights[place["pipefusion"]]
+                weight *= self.stage_weights[coordinates["pipefusion"]]
             if self.token_weights is not None:
-                weight *= self.token_weights[self.find_token_place(place)]
+                weight *= self.token_weights[self.find_token_place(coordinates)]
             if self.tensor_weights is not None:
-                weight *= self.tensor_weights[place["tensor"]]
+                weight *= self.tensor_weights[coordinates["tensor"]]
             weights.append(weight)
         return tuple(weights)
 

@@ -281,18 +281,18 @@ class PatchSchedule:
             turn: the index of the call among the `calls` of this stage in the micro-step; -1 before the pipeline
                 computes anything.
         """
-        before = (micro, turn - 1)
+        previous = (micro, turn - 1)
         # Before the first call comes the last call of the micro-step before.
         if turn < 0:
             micro_steps = self.list_micro_steps(micro.step)
             index = micro_steps.index(micro)
             if index > 0:
-                before = micro_steps[index - 1], calls - 1
+                previous = micro_steps[index - 1], calls - 1
             elif micro.step == 0:
-                before = micro, -1
+                previous = micro, -1
             else:
-                before = self.list_micro_steps(micro.step - 1)[-1], calls - 1
-        first = self.count_taken_patches(stage, *before, calls)
+                previous = self.list_micro_steps(micro.step - 1)[-1], calls - 1
+        first = self.count_taken_patches(stage, *previous, calls)
         num_patches = self.patches - self.num_references
         for taken in range(first, self.count_taken_patches(stage, micro, turn, calls)):
             step, patch = divmod(taken, num_patches)
@@ -399,7 +399,7 @@ def _count_calls_ahead(stages: int, patches: int, calls: int, stage: int, has_ro
 
 @lru_cache(maxsize=4096)
 def _count_early_patches(
-    patch: int, turn: int, calls: int, ahead: int, patches: int, references: int, left_out: int, before: int
+    patch: int, turn: int, calls: int, ahead: int, patches: int, references: int, left_out: int, left_out_before: int
 ) -> int:
     """Count the patches of this step that are taken before a call of an asynchronous micro-step.
 
@@ -408,7 +408,7 @@ def _count_early_patches(
     Args:
         ahead: after how many calls a patch is taken.
         patches, references: the number of all patches, and of the first ones that have no latents.
-        left_out, before: how many references are not computed in the step, and in the step before.
+        left_out, left_out_before: how many references are not computed in the step, and in the step before.
     """
     with_latents = patches - references
     # A patch must be back from the step before when its turn comes again.
@@ -417,7 +417,7 @@ def _count_early_patches(
     newest = patch - left_out - (ahead - turn + calls - 1) // calls
     if newest >= 0:
         early = max(left_out + newest + 1 - references, 0)
-    elif newest + patches - before >= 0:
+    elif newest + patches - left_out_before >= 0:
         # The newest patch is of the step before. Patches of a whole step come back one after the other too.
         early = max(patches + newest + 1 - references, 0) - with_latents
     else:

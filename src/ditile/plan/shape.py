@@ -37,7 +37,7 @@ class Weights:
         exchanges: for each block, its exchanges in tensor parallelism: ("sum" | "gather" | "norm", stream). Sums are
             of row-parallel Linears, gathers of split_scheme=sequence, norms the squares of norms over heads.
         tensors: for each block, the numbers in each of its parameters and buffers.
-        tensor_units: how many equal parts heads and features have, of which unlike shares of tensor parallelism consist.
+        tensor_units: how many equal parts are shared out over the ranks of tensor, if their shares differ.
     """
 
     blocks: tuple[int, ...]

@@ -161,15 +161,15 @@ def describe_call(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[
     if guidance.get("guidance_scale_2", 0) is None:
         # By default Wan 2.2's second model has the scale of the first one.
         guidance["guidance_scale_2"] = guidance.get("guidance_scale")
-    side = getattr(pipe, "default_sample_size", getattr(getattr(model, "config", None), "sample_size", None))
-    scale = getattr(pipe, "vae_scale_factor", None)
+    default_side = getattr(pipe, "default_sample_size", getattr(getattr(model, "config", None), "sample_size", None))
+    vae_scale = getattr(pipe, "vae_scale_factor", None)
     size: dict[str, int] = {}
     for name in SIZE_ARGUMENTS:
         value = complete.get(name)
         # A side that the call leaves out is the pipeline's default.
         is_default_side = value is None and name in complete and name != "num_frames"
-        if is_default_side and isinstance(side, int) and isinstance(scale, int):
-            value = side * scale
+        if is_default_side and isinstance(default_side, int) and isinstance(vae_scale, int):
+            value = default_side * vae_scale
         if isinstance(value, int):
             size[name] = value
     return {"guidance": guidance, "size": size}
@@ -220,7 +220,7 @@ def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str,
     from ditile.model.hooks.placeholders import is_plain_parameter
 
     sampled: dict[str, tuple[float, ...] | None] = {}
-    heads_by_device: dict[torch.device, dict[str, Tensor]] = {}
+    leading_by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name or parameter.ndim < 2:
             continue
@@ -233,13 +233,13 @@ def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str,
             sampled[name] = ()
             continue
         # Values are taken along the last dimension: flattening would copy all of a matrix that is not contiguous.
-        head = parameter.detach()[(0,) * (parameter.ndim - 1)][:SAMPLES].float()
-        heads_by_device.setdefault(head.device, {})[name] = head
-    for heads in heads_by_device.values():
+        leading = parameter.detach()[(0,) * (parameter.ndim - 1)][:SAMPLES].float()
+        leading_by_device.setdefault(leading.device, {})[name] = leading
+    for tensors in leading_by_device.values():
         # The values of a device are copied at once, and not one parameter at a time.
-        values = iter(torch.cat(list(heads.values())).tolist())
-        for name, head in heads.items():
-            samples = itertools.islice(values, len(head))
+        values = iter(torch.cat(list(tensors.values())).tolist())
+        for name, leading in tensors.items():
+            samples = itertools.islice(values, len(leading))
             sampled[name] = tuple(float(f"{value:.5g}") for value in samples)
     return sampled
 

@@ -70,7 +70,7 @@ class EasyCachePolicy(CallPolicy):
         self._config = config
         self._last_step = num_steps - 1
         self._last_input: Any = None
-        self._error = 0.0
+        self._expected_sum = 0.0
         self._decision = (-1, True)
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
@@ -118,11 +118,11 @@ class EasyCachePolicy(CallPolicy):
         rate = _measure_change(newest.tensors, older.tensors, call) / moved
         size = _measure_change(newest.tensors, [tensor * 0 for tensor in newest.tensors], call)
         expected = rate * _measure_change(call.latents, before, call) / size
-        self._error += call.agreement.take_first_number(expected)
+        self._expected_sum += call.agreement.take_first_number(expected)
         # Comparisons with NaN are false, so that such a step computes.
-        if self._error < self._config.threshold:
+        if self._expected_sum < self._config.threshold:
             return False
-        self._error = 0.0
+        self._expected_sum = 0.0
         return True
 
 
