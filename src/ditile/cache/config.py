@@ -185,7 +185,7 @@ class BlockCacheConfig(CacheConfig, abc.ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DBCacheConfig(BlockCacheConfig):
-    """DBCache: the first blocks of a list decide whether its middle blocks run, or what they added before is reused.
+    """DBCache: the first blocks of a list decide whether its middle blocks run, or reuse what they added before.
 
     Attributes:
         Fn_compute_blocks: number of first blocks, which always compute; the difference is the change of what they add.
@@ -198,7 +198,7 @@ class DBCacheConfig(BlockCacheConfig):
         max_cached_steps: the limit of cached steps in a generation; -1 sets none.
         max_continuous_cached_steps: the limit of cached steps in a row; -1 sets none.
         max_accumulated_residual_diff_threshold: a step computes if the sum of its difference and the differences of
-            all cached steps reaches this; None sets no budget.
+            all cached steps reaches this; None or 0 sets no budget.
         accumulated_resets: whether the sum restarts at each computed step (as in TeaCache, arXiv 2411.19108) or runs
             over the whole generation.
         steps_computation_mask: 1 for each step that computes, 0 for each that may be cached; or a preset that fits any

@@ -104,7 +104,7 @@ class PlannedCall:
 
     @cached_property
     def step_schedule(self) -> PatchSchedule:
-        """Return the order of work."""
+        """Return the schedule of the call's steps."""
         batch = self.shape.divide_batch(self.plan).batch
         schedule = PatchSchedule.from_plan(self.plan, self.shape.steps, batch)
         if not self.shape.references:

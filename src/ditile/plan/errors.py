@@ -10,8 +10,8 @@
      └── RankError    a rank raised, died, hung or made no progress; carries that rank's own traceback
 
 A message says what is wrong, the value, and what would work; `suggest_nearest` proposes a known name for an unknown
-one. The command line prints the first four errors as one line and exits with 2; it prints a `RankError` with its
-traceback and exits with 1.
+one. The command line prints a `RankError` with its traceback and exits with 1; it prints any other of these errors as
+one line and exits with 2.
 """
 
 from __future__ import annotations

@@ -192,8 +192,8 @@ class PatchSchedule:
         return self.stages if self.mode == "sequence" else 0
 
     def select_warmup_group(self, micro: MicroStep) -> range:
-        """Select the stages that compute a micro-step together, each its share of the tokens. Empty if all compute in
-        turn."""
+        """Select the stages that compute a micro-step together, each its share of the tokens. Empty if the stages
+        compute in turn."""
         if micro.patch is not None:
             return range(0)
         return range(self.warmup_group_size)

@@ -68,7 +68,7 @@ class CallFamily:
     """A family of transformers.
 
     Attributes:
-        name: what people call it.
+        name: the family's common name.
         pipelines: the diffusers pipelines that call a transformer of this family.
         joint: where the text lies in the sequence of joint attention.
         is_packed: whether latents are tokens already, `[B, tokens, C]`.

@@ -210,7 +210,7 @@ def read_sigmas(scheduler: Any, num_steps: int) -> list[float]:
 def sample_weights(model: nn.Module, later_shares: Collection[str]) -> dict[str, tuple[float, ...] | None]:
     """Return the leading values of each weight matrix on this rank. A quantized or offloaded matrix has none.
 
-    Biases and norms are left out: a file stays small, and what changes them changes matrices too.
+    Biases and norms are left out, so that a file stays small: what changes them changes matrices too.
 
     Args:
         later_shares: paths of modules whose leading values another rank has; their entry is None.
@@ -340,4 +340,4 @@ _ADVICE = {
     "sigmas": "call it as it was fitted",
     "latents": "generate in the size of the schedule",
 }
-"""The fields, in the order of comparison -> what would work."""
+"""Field -> what would work if the field differs. Fields are compared in this order."""

@@ -102,7 +102,7 @@ class Schedule(BaseModel):
             super().__init__(**fields)
         except ValidationError as error:
             first = error.errors()[0]
-            # Keys of a file may be any text.
+            # The keys of a file may be any text, so they are escaped.
             place = escape_controls(".".join(map(str, first["loc"][:3]))).replace("\n", r"\n")
             raise ModelError(f"{place or 'it'}: {first['msg']}") from error
 
