@@ -83,9 +83,9 @@ class ModelCache(abc.ABC):
     @property
     @abc.abstractmethod
     def contexts(self) -> Sequence[Any]:
-        """Return the contexts, each of which decides for all of its work together.
+        """Return the contexts. A context decides on all of its work together.
 
-        Each has its settings in short (`text`) and in full (`settings`), and why it can skip nothing, if so (`idle`).
+        It has its settings in short (`text`) and in full (`settings`), and the reason if it can skip nothing (`idle`).
         """
 
     @property

@@ -405,7 +405,7 @@ class CacheWord(NamedTuple):
         config: the config that has the field.
         field: its name, which is its key in a config file too. None: the word stands for the config itself.
         letters: its name in `strify`, which leaves out a field without letters.
-        flag: the flag of `ditile generate`, as the field of its options.
+        flag: the flag of `ditile generate`, named like the field of the command's options.
         help: the help of the flag.
         aliases: other names of the flag.
     """

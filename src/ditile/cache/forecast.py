@@ -204,7 +204,7 @@ class _Newton(Forecaster):
         weights = self.compute_weights(step)
         if not weights:
             return last
-        # A new tensor, as the last value is kept.
+        # The sum is a new tensor, because the last value is kept.
         forecast = torch.add(last, differences[0], alpha=weights[0])
         for weight, difference in zip(weights[1:], differences[1:], strict=False):
             forecast.add_(difference, alpha=weight)

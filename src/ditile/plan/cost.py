@@ -234,39 +234,39 @@ class PlannedRank:
 
     @cached_property
     def shape(self) -> Shape:
-        """Return the shape of its calls: the images of its replica, and its group's branches."""
+        """Return the shape of the rank's calls: the images of its replica, and the branches of its group."""
         return self.job.shape.divide_batch(self.job.plan, self.data)
 
     @property
     def is_last_stage(self) -> bool:
-        """Return whether its stage is the last one."""
+        """Return whether the rank is in the last stage."""
         return self.stage == self.job.plan.pipefusion - 1
 
     @property
     def blocks(self) -> range:
-        """Return the blocks of its stage."""
+        """Return the blocks of the rank's stage."""
         return self.job.stages[self.stage]
 
     @cached_property
     def divisor(self) -> float:
-        """Return all heads and features divided by its share of them: the number of ranks if shares are equal."""
+        """Return all heads and features divided by the rank's share: the number of ranks if shares are equal."""
         return sum(self.job.tensor_shares) / self.job.tensor_shares[self.tensor]
 
     @cached_property
     def tensor_heads(self) -> int:
-        """Return the number of heads whose weights it has."""
+        """Return the number of heads whose weights the rank has."""
         shares = self.job.tensor_shares
         return self.job.shape.heads * shares[self.tensor] // sum(shares)
 
     @cached_property
     def heads(self) -> int:
-        """Return the number of query heads in its attention."""
+        """Return the number of query heads in the rank's attention."""
         weights = self.job.plan.head_weights or (1.0,) * self.job.plan.ulysses
         return len(pick_weighted_chunk(range(self.tensor_heads), weights, self.ulysses))
 
     @cached_property
     def key_heads(self) -> int:
-        """Return the number of key heads in its attention."""
+        """Return the number of key heads in the rank's attention."""
         plan = self.job.plan
         weights = plan.head_weights
         groups = round(self.tensor_heads * self.job.shape.key_heads)
@@ -277,35 +277,35 @@ class PlannedRank:
 
     @property
     def offloads(self) -> bool:
-        """Return whether the weights of its blocks stay in the host's memory."""
+        """Return whether the weights of the rank's blocks stay in the host's memory."""
         return self.job.plan.offloads_rank(self.number)
 
     @property
     def place_in_replica(self) -> int:
-        """Return its index among the ranks of a replica."""
+        """Return the rank's index in its replica."""
         return self.number % len(self.job.end_weights)
 
     @property
     def text_share(self) -> float:
-        """Return its part of the text encoders, 0 to 1."""
+        """Return the rank's part of the text encoders, 0 to 1."""
         if self.job.plan.text == "split":
             return self.job.end_weights[self.place_in_replica] / sum(self.job.end_weights)
         return float(self.job.plan.text == "each" or self.place_in_replica == 0)
 
     def compute_decode_share(self, rows: int) -> float:
-        """Return the part of its replica's images that it decodes, 0 to 1, for latents with `rows` rows."""
+        """Return the part that the rank decodes of its replica's images, 0 to 1, for latents with `rows` rows."""
         if self.job.plan.vae == "rows":
             return count_weighted_shares(rows, self.job.end_weights)[self.place_in_replica] / rows
         return float(self.place_in_replica == 0)
 
     @property
     def layers(self) -> Mapping[bool, int]:
-        """Return the number of its attention layers that attend to the text (True), and that do not (False)."""
+        """Return the number of the rank's attention layers that attend to the text (True), and that do not (False)."""
         return self.job.count_layers(self.stage)
 
     @cached_property
     def number_bytes(self) -> int:
-        """Return the bytes of one number in every row of its batch."""
+        """Return the bytes of one number in every row of the rank's batch."""
         return self.shape.batch * self.shape.element_size
 
     @memoize_method
@@ -328,7 +328,7 @@ class PlannedRank:
 
     @memoize_method
     def count_kept_key_bytes(self, *, text: bool = True) -> int:
-        """Count the bytes of kept keys and values, in its own layers and heads. `text` includes the text's keys."""
+        """Count the bytes of kept keys and values, in the rank's layers and heads. `text` includes the text's keys."""
         job = self.job
         if job.plan.distrifusion == 1 and not any(map(job.step_schedule.keeps_keys, range(job.shape.steps))):
             return 0
@@ -340,7 +340,7 @@ class PlannedRank:
 
     @cached_property
     def base_bytes(self) -> int:
-        """Return the most bytes of sent and received messages that it keeps as bases for differences."""
+        """Return the most bytes of sent and received messages that the rank keeps as bases for differences."""
         plan = self.job.plan
         if not plan.sends_differences:
             return 0
@@ -354,7 +354,7 @@ class PlannedRank:
         return self.shape.calls * (size + neighbours * sum(self.count_patch_bytes()))
 
     def count_packed_bytes(self, channels: int, step: int) -> int:
-        """Count the bytes that one vector for each row of its batch takes in a message of `PACKED_KINDS` in a step."""
+        """Count the bytes of one vector for each row of the batch, in a message of `PACKED_KINDS` in a step."""
         wire_dtype = self.job.plan.wire_dtype
         if wire_dtype is None or not self.job.packs_messages(step):
             return channels * self.number_bytes
@@ -362,7 +362,7 @@ class PlannedRank:
 
     @memoize_method
     def take_share(self, micro: MicroStep) -> MicroStepShare:
-        """Return its share of a micro-step."""
+        """Return the rank's share of a micro-step."""
         schedule = self.job.step_schedule
         patch = micro.patch
         # Under DistriFusion the image is the patch after the references, where these are skipped.

@@ -300,7 +300,7 @@ class Plan:
 
     @property
     def keeps_calls(self) -> bool:
-        """Return whether cfg must leave each call whole on a rank, as stages and stale keys need all its branches."""
+        """Return whether cfg must leave each call whole on a rank: stages and stale keys need all its branches."""
         return self.pipefusion > 1 or self.attends_to_stale_keys
 
     def has_stale_steps(self, steps: int | None) -> bool:
@@ -328,8 +328,8 @@ class Plan:
 
     @property
     def can_be_recorded(self) -> bool:
-        """Return whether calls of its model can be recorded. Such calls read weights in one place and decide nothing
-        within."""
+        """Return whether calls of the model can be recorded. Such calls read weights in one place, and no code decides
+        within them."""
         # With split_scheme=sequence there are hooks on parts of the model.
         return self.split_scheme != "sequence" and self.explain_no_recording() is None
 

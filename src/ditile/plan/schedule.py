@@ -87,8 +87,8 @@ class PatchSchedule:
         reference_share: the share of these patches in the work of a whole step.
         shares_latents: whether every stage gets the denoised patches, and not only the first.
         late: steps whose denoised patches come back once all of them are denoised, and not one by one.
-        uneven_latents: whether some patches have no latents, as those of reference images, or are stepped by two
-            schedulers, as those of a video and its sound.
+        uneven_latents: whether some patches have no latents, like the patches of reference images, or are stepped by
+            two schedulers, like the patches of a video and its sound.
     """
 
     stages: int

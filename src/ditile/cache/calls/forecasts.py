@@ -88,7 +88,7 @@ class CallForecasts:
         return self.policy.computes_call(call, branch.outputs)
 
     def compute_call(self, call: ModelCall, run: partial[Any], *, keeps: bool = True) -> Any:
-        """Make a call, and keep a copy of its output if `keeps`. Otherwise only its form is kept."""
+        """Make a call, and note its result, with copies of the tensors for forecasts if `keeps`."""
         result = self._run_rows(call, run)
         open_result_class(result)
         branch = self.branches.setdefault(call.branch, CallBranch())

@@ -114,7 +114,7 @@ def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequ
         value = present[field]
         difference = ""
         if field == "weights":
-            # The models say which blocks are on other ranks: each rank compares its own.
+            # The models say which blocks are on other ranks: each rank compares only its own blocks.
             difference = _compare_weights(fitted, value, models)
         elif field == "sigmas":
             difference = _compare_sigmas(fitted, value)

@@ -55,7 +55,7 @@ class GuidanceGateConfig(CallCacheConfig):
     @checked()
     def count_full_steps(self, steps: int) -> int:
         """Return the number of first steps that compute both branches."""
-        # The product is rounded first, as 0.29 x 100 is less than 29.
+        # The product is rounded first, because 0.29 x 100 is less than 29 in floating point.
         return int(round(self.gate * steps, 9))
 
     @checked()

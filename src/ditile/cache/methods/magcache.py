@@ -4,8 +4,8 @@ The ratio of a step is the growth, since the step before, of what all blocks add
 norm before, as a mean over tokens. After a computed step the ratios are multiplied. Steps are left out while the sum of
 |1 - product| is at most a threshold, up to a limit of steps in a row.
 
-Cost: one step's residual is kept. Nothing is compared or sent, as every rank knows the table. A threshold of 0 leaves
-nothing out.
+Cost: one step's residual is kept. Nothing is compared or sent, because every rank knows the table. A threshold of 0
+leaves nothing out.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def _find_latent_grid(call: CacheCall) -> LatentGrid:
 def _read_packed_shape(inputs: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Read the grid of the image in packed latents from the model's inputs. None where it is not known."""
     if inputs.get("img_shapes"):
-        # There is a shape for each row of the batch; an edit has the shapes of its references after that of the image.
+        # Each row of the batch has an entry; in an edit the entry is a list, of the image's shape and the references'.
         shape = inputs["img_shapes"][0]
         if isinstance(shape[0], list | tuple):
             shape = shape[0]

@@ -4,7 +4,7 @@ For each token and channel the output at step t is h(t) = sum of c_k T_k(2 t / s
 by ridge regression. After a warmup, one step is computed in each window, and each window is longer than the last.
 
 Cost: degree + 1 sums, each as large as the tokens, in float32 at least; two more outputs where the forecast is mixed
-with a line. Nothing is compared or sent, as every rank knows the schedule and each token is forecast by itself. A
+with a line. Nothing is compared or sent, because every rank knows the schedule and each token is forecast by itself. A
 window of 1 that does not grow computes all steps.
 """
 
