@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
-from ditile.model.adapter import BlockAdapter, ForwardPattern, PatchFunctor, resolve_adapter
+from ditile.model.adapter import BlockAdapter, ForwardPattern, PatchFunctor, TransformerBlockLists, resolve_adapter
 from ditile.plan.anatomy import Flow
 from ditile.plan.errors import ModelError
 from tests.families import EVERY
@@ -51,8 +52,12 @@ class User(nn.Module):
         return hidden_states
 
 
+def resolve(adapter: BlockAdapter, stack: ExitStack | None = None) -> list[TransformerBlockLists]:
+    return resolve_adapter(adapter, stack or ExitStack())
+
+
 def names(adapter: BlockAdapter) -> list[list[str]]:
-    return [[each.name for each in adapted.lists] for adapted in resolve_adapter(adapter)]
+    return [[each.name for each in adapted.lists] for adapted in resolve(adapter)]
 
 
 def test_lists_are_given_by_name_nested_or_left_to_be_found() -> None:
@@ -68,9 +73,9 @@ def test_lists_are_given_by_name_nested_or_left_to_be_found() -> None:
     assert names(BlockAdapter(transformer=model, dummy_blocks_names=["transformer_blocks"])) == [both[0][1:]]
     pair = [model, EVERY["HunyuanVideoTransformer3DModel"].on_meta()]
     nested = [[each.transformer_blocks, each.single_transformer_blocks] for each in pair]
-    two = resolve_adapter(BlockAdapter(transformer=pair, blocks=nested, params_modifiers=[["a", "b"], ["c", "d"]]))
+    two = resolve(BlockAdapter(transformer=pair, blocks=nested, params_modifiers=[["a", "b"], ["c", "d"]]))
     assert [each.params_modifiers for each in two] == [["a", "b"], ["c", "d"]]
-    (one,) = resolve_adapter(BlockAdapter(transformer=model, blocks=lists, params_modifiers="a"))
+    (one,) = resolve(BlockAdapter(transformer=model, blocks=lists, params_modifiers="a"))
     assert one.params_modifiers == ["a", "a"]
 
 
@@ -85,7 +90,7 @@ def test_a_transformer_of_the_user_is_searched() -> None:
     assert names(BlockAdapter(transformer=User(Vague), auto=True, allow_suffixes=["Block"], **suffixes)) == [["blocks"]]
     for wrong in ({"allow_prefixes": ["joint"]}, {"forward_pattern": P1}, {"allow_suffixes": ["Flux"], **suffixes}):
         with pytest.raises(ModelError, match=r"auto=True finds no list of User .*layers, blocks"):
-            resolve_adapter(BlockAdapter(transformer=model, auto=True, **wrong))
+            resolve(BlockAdapter(transformer=model, auto=True, **wrong))
 
 
 def test_a_wrong_pattern_is_corrected_refused_or_trusted() -> None:
@@ -93,21 +98,19 @@ def test_a_wrong_pattern_is_corrected_refused_or_trusted() -> None:
     given: dict[str, Any] = {"transformer": model, "blocks": model.transformer_blocks}
     right = Flow(("text", "image"))
     with pytest.warns(UserWarning, match=re.escape("Pattern_0 (hidden_states, encoder_hidden_states -> hidden_states")):
-        (adapted,) = resolve_adapter(BlockAdapter(**given, forward_pattern=P0))
+        (adapted,) = resolve(BlockAdapter(**given, forward_pattern=P0))
     assert adapted.lists[0].flow == right
     with pytest.raises(ModelError, match="give ForwardPattern.Pattern_1, or check_forward_pattern=False"):
-        resolve_adapter(BlockAdapter(**given, forward_pattern=P0, check_forward_pattern=True))
-    (adapted,) = resolve_adapter(BlockAdapter(**given, forward_pattern=P0, check_forward_pattern=False))
+        resolve(BlockAdapter(**given, forward_pattern=P0, check_forward_pattern=True))
+    (adapted,) = resolve(BlockAdapter(**given, forward_pattern=P0, check_forward_pattern=False))
     assert adapted.lists[0].flow == Flow(("image", "text"))
     with pytest.raises(ModelError, match="or check_num_outputs=False"):
-        resolve_adapter(BlockAdapter(**given, forward_pattern=P2, check_forward_pattern=False, check_num_outputs=True))
+        resolve(BlockAdapter(**given, forward_pattern=P2, check_forward_pattern=False, check_num_outputs=True))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        resolve_adapter(BlockAdapter(**given, forward_pattern=P1, check_forward_pattern=True, check_num_outputs=True))
+        resolve(BlockAdapter(**given, forward_pattern=P1, check_forward_pattern=True, check_num_outputs=True))
         model = EVERY["WanTransformer3DModel"].on_meta()
-        resolve_adapter(
-            BlockAdapter(transformer=model, blocks=model.blocks, forward_pattern=P3)
-        )  # the same for a cache
+        resolve(BlockAdapter(transformer=model, blocks=model.blocks, forward_pattern=P3))  # the same for a cache
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,7 @@ def test_a_wrong_pattern_is_corrected_refused_or_trusted() -> None:
 )
 def test_wrong_adapters_are_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=re.escape(message)) as caught:
-        resolve_adapter(BlockAdapter(**fields))
+        resolve(BlockAdapter(**fields))
     assert "\n" not in str(caught.value)
 
 
@@ -138,9 +141,10 @@ class Copy(PatchFunctor):
 
 def test_a_functor_edits_the_instance_and_is_undone() -> None:
     model = User()
-    (adapted,) = resolve_adapter(BlockAdapter(transformer=model, patch_functor=Patch()))
-    assert (model.added, model.layers[0].training) == (1, "changed")
-    adapted.undo()
+    with ExitStack() as stack:
+        with pytest.raises(ModelError, match="no ModuleList 'stages'"):
+            resolve(BlockAdapter(transformer=model, patch_functor=Patch(), blocks_name="stages"), stack)
+        assert (model.added, model.layers[0].training) == (1, "changed")
     assert not hasattr(model, "added") and model.layers[0].training is True
     with pytest.raises(ModelError, match="Copy.apply returned another module"):
-        resolve_adapter(BlockAdapter(transformer=model, patch_functor=Copy()))
+        resolve(BlockAdapter(transformer=model, patch_functor=Copy()))

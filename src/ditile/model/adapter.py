@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
@@ -104,14 +105,12 @@ class TransformerBlockLists:
         transformer: the transformer itself, without the modules that torch.compile or peft wrapped around it.
         lists: its lists, in order of execution.
         params_modifiers, has_separate_cfg: as in `BlockAdapter`; the modifiers are one for each list, or none.
-        undo: reverts the edits of a `PatchFunctor`.
     """
 
     transformer: nn.Module
     lists: list[BlockList]
     params_modifiers: list[Any] = field(default_factory=list)
     has_separate_cfg: bool | None = None
-    undo: Callable[[], None] = lambda: None
 
 
 NamedBlocks = tuple[str, Sequence[nn.Module]]
@@ -135,8 +134,10 @@ def validate_adapter(adapter: BlockAdapter) -> None:
         raise ModelError("BlockAdapter has blocks and auto=True, which looks for blocks; give one of them")
 
 
-def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
+def resolve_adapter(adapter: BlockAdapter, stack: ExitStack) -> list[TransformerBlockLists]:
     """Return an adapter's lists for each of its transformers.
+
+    Closing the stack reverts the edits of its functor.
 
     Raises:
         ModelError: if a field does not fit the pipeline, a transformer or its blocks.
@@ -167,6 +168,7 @@ def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
     for index, transformer in enumerate(transformers):
         own_patterns = patterns[index] or [None]
         own_modifiers = modifiers[index] or []
+        _apply_functor(transformer, adapter.patch_functor, stack)
         resolved.append(_resolve_transformer(adapter, transformer, blocks[index], own_patterns, own_modifiers))
     return resolved
 
@@ -252,8 +254,6 @@ def _resolve_transformer(
     modifiers: list[Any],
 ) -> TransformerBlockLists:
     """Resolve the lists of one transformer; patterns and modifiers have one entry for each list, or one for all."""
-    # This comes first, because it may edit the blocks.
-    undo = _apply_functor(model, adapter.patch_functor)
     # This refuses a transformer whose blocks must not be skipped, also if the adapter names its blocks.
     known_lists = look_up_block_lists(model)
     dummies = adapter.dummy_blocks_names or ()
@@ -283,7 +283,7 @@ def _resolve_transformer(
                 settings.append(modifiers[index])
     if not lists:
         raise ModelError(f"dummy_blocks_names={adapter.dummy_blocks_names} leaves no block of {type(model).__name__}")
-    return TransformerBlockLists(model, lists, settings, adapter.has_separate_cfg, undo)
+    return TransformerBlockLists(model, lists, settings, adapter.has_separate_cfg)
 
 
 def _repeat_for_lists(what: str, values: list[Any], count: int) -> list[Any]:
@@ -396,16 +396,13 @@ def _bind_pattern(pattern: ForwardPattern, where: str, block: nn.Module) -> Flow
     return Flow(pattern.flow.returns, image, text)
 
 
-def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
-    """Let a functor edit a transformer; return a function that restores the attributes set on instances."""
+def _apply_functor(model: nn.Module, functor: Any, stack: ExitStack) -> None:
+    """Let a functor edit a transformer; closing the stack restores the attributes set on instances."""
     if functor is None:
-        return lambda: None
+        return
     # Only attributes of instances can be restored.
     before = [(module, dict(vars(module))) for module in model.modules()]
-    if unwrap_module(functor.apply(model)) is not model:
-        raise ModelError(
-            f"{type(functor).__name__}.apply returned another module; edit the one it is given, and return it"
-        )
+    edited = unwrap_module(functor.apply(model))
     edits: list[tuple[nn.Module, dict[str, Any], str, Any]] = []
     for module, attributes in before:
         for name, value in vars(module).items():
@@ -420,7 +417,11 @@ def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
                 if name in attributes:
                     vars(module)[name] = attributes[name]
 
-    return undo_edits
+    stack.callback(undo_edits)
+    if edited is not model:
+        raise ModelError(
+            f"{type(functor).__name__}.apply returned another module; edit the one it is given, and return it"
+        )
 
 
 class ForwardPattern(Enum):

@@ -128,22 +128,22 @@ def enable_cache(
     has_cache = config is not None or (division is None and attention_backend is None and quantization is None)
     adapted: list[TransformerBlockLists] = []
     # Division and quantization need no list of blocks, and work on models without one.
-    if isinstance(pipe_or_adapter, BlockAdapter) and not isinstance(config, CallCacheConfig):
-        adapted = resolve_adapter(pipe_or_adapter)
-    elif has_cache and not isinstance(config, CallCacheConfig):
-        adapted = find_pipeline_block_lists(pipe)
-    caches = _build_caches(pipe, adapted, config, calibrator, params_modifiers) if has_cache else []
-    kernel = attention_backend or getattr(division, "attention_backend", None)
-    transformers = _list_called_models(pipe, config)
-    _check_devices(transformers, kernel)
-    _warn_of_idle_caches(caches)
+    with ExitStack() as edits:
+        if isinstance(pipe_or_adapter, BlockAdapter) and not isinstance(config, CallCacheConfig):
+            adapted = resolve_adapter(pipe_or_adapter, edits)
+        elif has_cache and not isinstance(config, CallCacheConfig):
+            adapted = find_pipeline_block_lists(pipe)
+        caches = _build_caches(pipe, adapted, config, calibrator, params_modifiers) if has_cache else []
+        kernel = attention_backend or getattr(division, "attention_backend", None)
+        transformers = _list_called_models(pipe, config)
+        _check_devices(transformers, kernel)
+        _warn_of_idle_caches(caches)
+        accepted_edits = edits.pop_all()
     # All checks are over: from here on the pipeline changes.
     earlier = _find_enabled(pipe)
     disable_cache(pipe)
     try:
-        with ExitStack() as stack:
-            for adapter in adapted:
-                stack.callback(adapter.undo)
+        with accepted_edits as stack:
             runner = _divide_and_quantize(stack, pipe, transformers, division, kernel, quantization)
             _install_caches(stack, pipe, caches, adapted, config, runner)
             arguments = (pipe_or_adapter, config, calibrator, params_modifiers, division, attention_backend)
