@@ -460,7 +460,7 @@ def _classify_kernel(sizes: StreamSizes, name: str, args: Any, out: Any) -> Roof
         # Tensors are joined number by number along a last dimension that is new, or of size 1.
         first = args[0][0]
         dim = args[1] if len(args) > 1 else 0
-        is_new = dim % (first.dim() + 1) == first.dim()
+        is_new = name == "aten.stack.default" and dim in (-1, first.dim())
         is_last = dim in (-1, first.dim() - 1)
         if is_new or (is_last and first.shape[-1] == 1):
             kind = "interleave"

@@ -400,10 +400,6 @@ class OpPricer:
             if is_first and share.micro.patch is not None and any(part for part, _ in of_step + of_generation):
                 # A segment after the call copies what the calls of the step's other patches read.
                 num_segments += 1
-            if self.skips.has_probe(blocks):
-                # The host starts the second part, which computes the model's beginning again, when the first is done.
-                num_segments += 1
-                total = total.combine_loads(first_load).combine_loads(DeviceLoad(self._profile.segment_s, 0.0))
             return total._replace(host=num_segments * self._profile.segment_s)
         # A patch may be so small that its kernels are done before the host has started the next ones.
         started = sum(times for _, times in mix.blocks) * self._profile.block_s

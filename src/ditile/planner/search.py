@@ -254,7 +254,7 @@ class PlanSearch:
     def _price_one_device(self) -> list[Price]:
         """Return a list with the price of the plan for one device; empty if it does not fit."""
         for plan in (Plan(), Plan(offload="blocks")):
-            sized = self._size_job(self._make_job(plan), records=False)
+            sized = self._size_job(self._make_job(plan))
             if sized.lacks <= 0:
                 return [self._complete_price(self._price_job(sized))]
         return []
