@@ -32,7 +32,7 @@ from ditile.runner.requests.pipelines import (
     name_pipeline,
 )
 
-_NOISE_STRENGTH = "denoise_strength"
+NOISE_STRENGTH = "denoise_strength"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +75,8 @@ class CallFacts:
             # The class takes as many frames as the video has.
             requested.pop("num_frames", None)
         # If a class has two strengths, the strength of the noise says how far the result may depart from a video.
-        if "strength" in requested and _NOISE_STRENGTH in self.defaults:
-            requested[_NOISE_STRENGTH] = requested.pop("strength")
+        if "strength" in requested and NOISE_STRENGTH in self.defaults:
+            requested[NOISE_STRENGTH] = requested.pop("strength")
         rate_name = self.find_argument(FRAME_RATES)
         if request.fps is not None and rate_name is not None:
             requested[rate_name] = request.fps
@@ -99,7 +99,7 @@ class CallFacts:
         if request.negative_prompt is not None:
             self._check_negative_prompt(call)
         values = {**self.defaults, **call}
-        strength = values.get(self.find_argument((_NOISE_STRENGTH, "strength")) or "")
+        strength = values.get(self.find_argument((NOISE_STRENGTH, "strength")) or "")
         steps = values.get("num_inference_steps")
         if is_number(strength) and is_whole_number(steps) and int(steps * strength) < 1:
             raise ModelError(f"strength={strength} of {steps} steps is less than one step; raise either")

@@ -12,7 +12,7 @@ from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import check_weight_source, defaults, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.facts import collect_call_facts
+from ditile.runner.requests.facts import NOISE_STRENGTH, collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 from ditile.runner.requests.pictures import read_picture
@@ -110,7 +110,8 @@ def check_cache_steps(cache: CacheOptions, call: CallArguments) -> None:
     if config is None or steps is None:
         return
     # With a strength below 1, the denoising loop has fewer steps.
-    shortened = int(steps * call.get("strength", 1))
+    strength = call.get(NOISE_STRENGTH, call.get("strength"))
+    shortened = int(steps * (1 if strength is None else strength))
     reason = explain_idle_steps(config, max(1, min(steps, shortened)))
     if reason is not None:
         raise ModelError(reason)
