@@ -106,10 +106,10 @@ class ModelCache(abc.ABC):
         if self._has_warned or not self.reports or not all_ran or (dist.is_initialized() and dist.get_rank() > 0):
             return
         self._has_warned = True
+        differences = [report.differences[0] for report in self.reports if report.differences]
         smallest = ""
-        for report in self.reports:
-            if report.differences:
-                smallest = f": the smallest difference was {report.differences[0]:.3g}"
+        if differences:
+            smallest = f": the smallest difference was {min(differences):.3g}"
         LOG.warning("%s left out nothing%s", self.reports[0].settings, smallest)
 
     @abc.abstractmethod
