@@ -165,9 +165,7 @@ def _make_plans_section(model: str) -> Section:
 
 SECTIONS: dict[str, Section] = {
     "fidelity": Section((f"{FIDELITY} 1",), ("fidelity.json",), fidelity.make_fidelity_table),
-    "fidelity-warmups": Section(
-        (f"{FIDELITY} 0,2,auto",), ("fidelity-warmups.json", "fidelity.json"), fidelity.by_warmup
-    ),
+    "fidelity-warmups": Section((f"{FIDELITY} 0,2,3",), ("fidelity-warmups.json", "fidelity.json"), fidelity.by_warmup),
     "fidelity-video": Section(
         ("python -m benchmarks.fidelity --models shapes-wan --captions 20 --ranks 2,4 --warmups 1",),
         ("fidelity-video.json",),

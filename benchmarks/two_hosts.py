@@ -43,12 +43,14 @@ def create_two_hosts(rate: str | None) -> Iterator[tuple[Host, Host]]:
             space = f"ditile-{os.getpid()}-{index}"
             _run_network_command(f"ip netns add {space}")
             stack.callback(_run_network_command, f"ip netns delete {space}")
-            hosts.append(Host(("ip", "netns", "exec", space), f"10.77.0.{index + 1}", f"ditile{index}"))
+            # Hosts are told apart by their names.
+            renamed = ("unshare", "--uts", "sh", "-c", f'hostname {space}; exec "$@"', "sh")
+            hosts.append(Host(("ip", "netns", "exec", space, *renamed), f"10.77.0.{index + 1}", f"ditile{index}"))
         # Both ends of a link are made by one command, each in its namespace.
-        first, second = (f"{host.interface} netns {host.prefix[-1]}" for host in hosts)
+        first, second = (f"{host.interface} netns {host.prefix[3]}" for host in hosts)
         _run_network_command(f"ip link add {first} type veth peer name {second}")
         for host in hosts:
-            prefix = " ".join(host.prefix)
+            prefix = " ".join(host.prefix[:4])
             _run_network_command(f"{prefix} ip address add {host.address}/24 dev {host.interface}")
             for name in ("lo", host.interface):
                 _run_network_command(f"{prefix} ip link set {name} up")

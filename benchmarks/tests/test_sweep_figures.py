@@ -15,7 +15,6 @@ from ditile.plan.plan import Plan
 from ditile_lab.bench import runs, sweeps
 from ditile_lab.bench.cells import ONE_RANK, BenchCell
 from ditile_lab.rows import Row
-from tests.lab.bench.test_bench import all_fit
 from tests.lab.bench.test_bench import run as ran
 
 RATES = ("100mbit", "1gbit", "10gbit")
@@ -43,7 +42,7 @@ def rows_of(sweep: str) -> list[Row]:
     sizes: list[tuple[int | None, int | None]] = [(512, 512)]
     if sweep == "resolution":
         sizes = [(side, side) for side in SIDES]
-    return make_rows(sweeps.list_sweep_cells(sweep, 8, sizes, all_fit))
+    return make_rows(sweeps.list_sweep_cells(sweep, 8, sizes, lambda plan: plan.num_patches <= 16))
 
 
 @pytest.mark.parametrize("sweep", [sweep for sweep in sweep_figures.FIGURES if sweep != "plans"])

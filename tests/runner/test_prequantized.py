@@ -88,7 +88,8 @@ def make_pipeline(name: str, folder: Path) -> Any:
     # A mapped file has numbers anywhere, and a product of a CPU rounds by where they begin: a copy begins as ours do.
     for module in pipe.transformer.modules():
         for key, weight in module.named_parameters(recurse=False):
-            setattr(module, key, nn.Parameter(weight.detach().clone(), requires_grad=False))
+            if not hasattr(weight, "quant_state"):
+                setattr(module, key, nn.Parameter(weight.detach().clone(), requires_grad=False))
     compute_in_float32(pipe.transformer)
     return pipe
 
