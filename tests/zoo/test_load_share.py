@@ -14,6 +14,7 @@ from ditile.distributed.transport import Traffic
 from ditile.model.anatomies import find_anatomy, find_derived_cuts
 from ditile.model.call_families import find_call_family
 from ditile.model.hooks.block_hooks import LOADED_ATTRIBUTE
+from ditile.model.pipeline_calls import DENOISER_NAME
 from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
@@ -31,9 +32,9 @@ NAMES = [name for name in ZOO if not name.endswith("ip-adapter")]
 
 
 def save_transformers(one: Entry, folder: Path) -> dict[str, nn.Module]:
-    """The transformers of an entry, each saved to a folder of its name."""
+    """The transformers of an entry that a plan divides, each saved to a folder of its name."""
     pipe = one.make()
-    models = {name: getattr(pipe, name) for name in one.transformers}
+    models = {name: getattr(pipe, name) for name in one.transformers if DENOISER_NAME.fullmatch(name)}
     for name, model in models.items():
         model.save_pretrained(folder / name)
     return models

@@ -38,7 +38,7 @@ from ditile.parallel.block_formats import (
     is_block_linear,
     measure_weight,
 )
-from ditile.parallel.tensor.adapters import list_adapter_linears
+from ditile.parallel.tensor.ip_adapters import list_adapter_linears
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.layout import count_weighted_shares
 

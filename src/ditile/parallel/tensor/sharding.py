@@ -44,7 +44,6 @@ from ditile.model.hooks.compile import exclude_from_compile
 from ditile.model.hooks.overrides import list_parameter_names, override_attribute
 from ditile.model.hooks.protocols import TokenStreams
 from ditile.parallel.block_formats import make_parameter_like, measure_weight, take_pieces, unpack_weight
-from ditile.parallel.tensor.adapters import OUT, FluxShardedAdapterProcessor, list_adapter_linears
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.cuts import (
     HEAD_COUNTS,
@@ -53,6 +52,7 @@ from ditile.parallel.tensor.cuts import (
     read_head_counts,
     unwrap_lora_base,
 )
+from ditile.parallel.tensor.ip_adapters import OUT, FluxShardedAdapterProcessor, list_adapter_linears
 from ditile.parallel.tensor.sequence import SharedStreams, install_token_gathers
 from ditile.plan.errors import ModelError, StateError
 
