@@ -52,7 +52,7 @@ class LoraField(BaseModel):
 class RequestFields(BaseModel):
     """Fields of images and videos. Numbers may be texts, as forms have them; unknown fields get a warning."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+    model_config = ConfigDict(extra="allow")
 
     prompt: Text = Field(
         description="what to generate", examples=["a large red circle on the left on a gray background"]

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 from fastapi import Request as HttpRequest
@@ -117,7 +117,7 @@ def parse_json_object(content: bytes) -> JsonObject:
         # Python refuses to read thousands of digits. The first 400 make a number that the field's own limit refuses.
         values = json.loads(
             content,
-            parse_constant=_refuse_constant,
+            parse_constant=_parse_finite_number,
             parse_float=_parse_finite_number,
             parse_int=lambda text: int(text[:400]),
         )
@@ -301,9 +301,5 @@ def _collect_images(value: Any, param: str) -> list[bytes]:
 def _parse_finite_number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:20]} is too large")
+        raise ValueError(f"{text[:20]} is not a finite number")
     return number
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")

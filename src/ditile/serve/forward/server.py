@@ -7,7 +7,6 @@ ranks, which get the bytes of the tensors as they came.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import logging
 import multiprocessing.connection
@@ -112,12 +111,14 @@ class ForwardServer:
         self._turn = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._failure: DitileError | None = None
+        self._is_ending = False
 
     def run_ranks(self) -> None:
         """Run the ranks in this thread until they end. Always raises: `DitileError`, or what a signal raises."""
         try:
             launch_linked_ranks(self._setup, self._start_serving, self._raise_failure)
         finally:
+            self._is_ending = True
             # This wakes the threads that wait for connections and for messages.
             for connection in (self._listener, *self._connections):
                 with contextlib.suppress(OSError):
@@ -139,17 +140,14 @@ class ForwardServer:
             threading.Thread(target=self._accept_connections, daemon=True).start()
 
     def _accept_connections(self) -> None:
-        while True:
-            try:
+        while not self._is_ending:
+            with contextlib.suppress(OSError, RuntimeError):
                 connection, _ = self._listener.accept()
                 self._connections.add(connection)
                 threading.Thread(target=self._serve_connection, args=(connection,), daemon=True).start()
-            except (OSError, RuntimeError) as error:
-                # EINVAL and EBADF: the listener was shut down or closed. Others pass: no descriptor or thread was free.
-                if isinstance(error, OSError) and error.errno in (errno.EINVAL, errno.EBADF):
-                    return
-                LOG.warning("forward: a connection was not accepted: %s", error)
-                time.sleep(ACCEPT_SECONDS)
+                continue
+            # No descriptor or thread was free, or the server ends.
+            time.sleep(ACCEPT_SECONDS)
 
     # The methods below serve one connection, in a thread of its own.
 
@@ -164,7 +162,6 @@ class ForwardServer:
                 LOG.warning("forward: %s; the connection is closed", error)
                 send_message(connection, {"ok": False, "error": str(error)})
                 connection.shutdown(socket.SHUT_WR)
-                self._connections.discard(connection)
                 # Its client reads the reason only after it has sent its message.
                 connection.settimeout(LINGER_SECONDS)
                 for _ in range(LINGER_PARTS):
