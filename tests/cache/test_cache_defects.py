@@ -31,8 +31,7 @@ CACHE, EXACT, PRUNE, REST, draw = SETTINGS
 
 
 def test_one_measure_for_all_lists() -> None:
-    """A model with two lists of blocks measured, and waited for the device, twice in a call; a pruned one once for
-    each block, which it must."""
+    """Two lists of blocks measured, and waited for the device, twice in a call; a pruned one must, for each block."""
     for name in ("ChromaTransformer2DModel", "Flux2Transformer2DModel", "HunyuanVideoTransformer3DModel"):
         model = FAMILIES[name].make()
         ditile.enable_cache(model, CACHE.reset(residual_diff_threshold=1e-9, max_warmup_steps=0, num_inference_steps=5))

@@ -154,8 +154,7 @@ def by_hand(pipe: Any, *, calls: bool, caption_first: bool = False) -> Iterator[
 
 @pytest.mark.parametrize("name", [*BY_ROWS, *BY_CALLS])
 def test_gated_guidance_is_the_kept_difference(name: str) -> None:
-    """A failure at a gate of 1: the cache changes the image. Elsewhere: another difference, other rows, or another
-    branch is left out."""
+    """A failure at a gate of 1: the image changes. Elsewhere: other rows, or another difference or branch."""
     pipe, call = make(name)
     plain = pipe(**call)[0]
     ditile.enable_cache(pipe, GATE.reset(gate=1))

@@ -194,8 +194,7 @@ def draw(name: str, methods: dict[str, Any], plan: str | None) -> dict[str, tupl
 
 @pytest.mark.parametrize(("name", "plan"), EXACT)
 def test_ranks_leave_out_what_one_process_does(pool: Pool, name: str, plan: str) -> None:
-    """A failure: ranks decided apart or computed other rows than they returned, or what is remembered belongs to other
-    tokens or rows."""
+    """A failure: ranks decided apart, computed other rows than they returned, or remembered another's tokens."""
     methods, parsed = list_methods(name, plan), Plan.parse(plan)
     wanted = draw(name, methods, None)
     assert all(any(steps) for _, steps, _ in wanted.values())

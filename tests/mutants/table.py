@@ -232,8 +232,8 @@ MUTANTS = (
     Mutant(
         "replicas of a batch of prompts draw the first prompt",
         "parallel/batch/shares.py",
-        "self.images = pick_even_chunk(range(images), axis.num_ranks, axis.index)",
-        "self.images = pick_even_chunk(range(images), axis.num_ranks, 0)",
+        "self.images = chunks[axis.index] or range(1)",
+        "self.images = chunks[0] or range(1)",
         BATCH,
     ),
     Mutant(

@@ -325,8 +325,7 @@ def test_a_file_has_the_first_of_two_transformers(saved: Any, offload: str) -> N
 
 
 def test_known_numbers_decide_when_a_call_is_counted() -> None:
-    """A failure means that whatever was in memory decides, as of an image that is left out, so that prices differ from
-    run to run."""
+    """A failure means that whatever was in memory decides, so that prices differ from run to run."""
     known = torch.full((2, 3), 7.0)
     with SizesOnly() as sizes:
         unknown = renew_numbers(sizes, sizes.make_unknown(2, 3))

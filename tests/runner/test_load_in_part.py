@@ -210,8 +210,7 @@ def save_all(pipe: Any, folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("plan", DIVIDED, ids=str)
 @on_ranks(2)
 def test_a_part_of_a_pipeline_is_not_saved(tmp_path: Path, plan: dict[str, Any]) -> None:
-    """A failure means a folder that looks like a model and lacks half of the weights, or a pipeline that can never be
-    saved again."""
+    """A failure means a folder that lacks half of the weights, or a pipeline that can never be saved again."""
     cut, pipe = Plan(**plan), deeper("sd3.5 medium")
     own = tmp_path / str(torch.distributed.get_rank())
     wanted = save_all(pipe, own / "before")

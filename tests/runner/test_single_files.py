@@ -136,8 +136,7 @@ def find_greatest_difference(mine: Any, theirs: Any) -> float:
 
 @pytest.mark.parametrize("family", ["z-image", "flux-2", "wan-2.1"])
 def test_weights_in_integers_are_rotated_back(tmp_path: Path, folders: dict[str, Path], family: str) -> None:
-    """A failure means that integers are unpacked, scaled or rotated in another way than ComfyUI does, or that a share
-    is cut before it is rotated."""
+    """A failure means integers unpacked or scaled unlike ComfyUI's, or a share that is cut before it is rotated."""
     file, plain = tmp_path / "convrot.safetensors", tmp_path / "plain.safetensors"
     weights = ORIGINAL[family](copy_weights(EVERY[family].make().transformer))
     save_convrot(weights, file, plain, COMFY)

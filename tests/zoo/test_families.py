@@ -156,8 +156,7 @@ def test_three_stages_of_modular_blocks(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen-image", "pixart-sigma"])
 def test_stages_share_masked_steps(pool: Pool, name: str) -> None:
-    """Two prompts of unlike length, so that keys of the padding are masked. A failure means that a stage attends to
-    padding, or masks keys of another rank."""
+    """Two prompts of unlike length. A failure means that a stage attends to padding, or masks keys of another rank."""
     pool.run(draw_padded_prompts, 2, name, choose_patches(*_record_first_call(name)), timeout=TIMEOUT)
 
 

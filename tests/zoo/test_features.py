@@ -78,8 +78,7 @@ class ForgetfulList(nn.ModuleList):
 
 @on_ranks(2)
 def test_a_block_that_is_left_out() -> None:
-    """From the second step on. A failure means a wrong picture in silence: stages meet at a block that one of them does
-    not reach."""
+    """From the second step on. A failure means a wrong picture in silence: a stage leaves out what others compute."""
     entry = EVERY["wan-2.1"]
     pipe = entry.make()
     blocks = pipe.transformer.blocks = ForgetfulList(pipe.transformer.blocks)

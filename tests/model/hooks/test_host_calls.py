@@ -80,8 +80,7 @@ def count_micro_step(pipe: Any) -> collections.Counter[str]:
 
 
 def test_two_thirds_of_the_calls_of_a_micro_step() -> None:
-    """Of a stage with 15 single blocks; here it has the embedders and the head too. Not a kernel of ditile's own for
-    each block but the copies of K and V."""
+    """Of a stage with 15 single blocks, embedders and head: no kernel of ditile's own but the copies of K and V."""
     ops = count_micro_step(tiny.flux(double=0, single=15))
     assert sum(ops.values()) <= BEFORE * 2 // 3, ops
     assert (ops["addmm"], ops["flip"], ops["_fused_rms_norm"], ops["cat"]) == (3 * 15 + 2, 2 * 15, 2 * 15, 2 * 15 + 1)

@@ -194,8 +194,7 @@ class Indexed(DiffusionPipeline):  # type: ignore[misc]
 
 @on_ranks(1)
 def test_an_iteration_has_the_number_of_its_step() -> None:
-    """A failure means that a pipeline takes the number of a micro-step for that of a step, or that its module keeps
-    what was put under it."""
+    """A failure means that a micro-step's number is taken for a step's, or a module keeps what was put under it."""
     family = FAMILIES["FluxTransformer2DModel"]
     pipe = tiny.quiet(Indexed(family.make(), FlowMatchEulerDiscreteScheduler()))
     inputs, seen = family.inputs(), []

@@ -164,7 +164,6 @@ def test_refusals(name: str, size: tuple[int, int, int], plan: dict[str, Any], w
 
 @pytest.mark.parametrize("size", [(3, 3, 8), (5, 7, 18), (5, 7, 1)], ids=str)
 def test_lengths_that_are_alike(pool: Pool, size: tuple[int, int, int]) -> None:
-    """As much text as a rank has of the image, half of it, a single token. A failure means that tokens are told apart
-    by their number."""
+    """As much text as image, half of it, one token. A failure means that tokens are told apart by their number."""
     for name in ("flux2", "wan", "qwen"):
         check(pool.run(bare, 2, name, size, TWO), TWO, f"{name} {size}")

@@ -110,8 +110,7 @@ def check_cache_steps(cache: CacheOptions, call: CallArguments) -> None:
     if config is None or steps is None:
         return
     # With a strength below 1, the denoising loop has fewer steps.
-    strength = call.get(NOISE_STRENGTH, call.get("strength"))
-    shortened = int(steps * (1 if strength is None else strength))
-    reason = explain_idle_steps(config, max(1, min(steps, shortened)))
+    strength = call.get(NOISE_STRENGTH, call.get("strength")) or 1
+    reason = explain_idle_steps(config, max(1, min(steps, int(steps * strength))))
     if reason is not None:
         raise ModelError(reason)
