@@ -25,7 +25,7 @@ MOST_NODES = {
     "model": 53_250,
     "parallel": 67_850,
     "cache": 40_550,
-    "runner": 71_600,
+    "runner": 71_650,
     "planner": 43_200,
     "serve": 40_600,
     "cli": 14_700,
