@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import weakref
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ditile.cache.cached import IdleCacheWarning, find_model_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
 from ditile.model.block_lists import find_block_lists
 from ditile.model.hooks.kv_store import KeyStore
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
@@ -151,6 +153,15 @@ def test_pictures_are_those_of_a_cache_by_hand(name: str) -> None:
 
 class StopError(Exception):
     """A user's own."""
+
+
+def test_a_refusal_after_quantization_enables_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = MAKE["flux"]()
+    ditile.enable_cache(pipe, quantize_config={"quant_type": "int8_weight_only"})
+    monkeypatch.setattr(caching, "_divide_and_quantize", Mock(side_effect=[PlanError("no ranks"), None]))
+    with pytest.raises(PlanError):
+        ditile.enable_cache(pipe)
+    assert find_model_cache(pipe.transformer) is None
 
 
 def test_errors_anywhere_end_the_picture() -> None:

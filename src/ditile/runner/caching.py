@@ -127,10 +127,10 @@ def enable_cache(
         raise ModelError("a runner has its plan already; leave parallelism_config out")
     has_cache = config is not None or (division is None and attention_backend is None and quantization is None)
     adapted: list[TransformerBlockLists] = []
-    # Division and quantization need no list of blocks, and work on models without one.
     with ExitStack() as edits:
         if isinstance(pipe_or_adapter, BlockAdapter) and not isinstance(config, CallCacheConfig):
             adapted = resolve_adapter(pipe_or_adapter, edits)
+        # Division and quantization need no list of blocks, and work on models without one.
         elif has_cache and not isinstance(config, CallCacheConfig):
             adapted = find_pipeline_block_lists(pipe)
         caches = _build_caches(pipe, adapted, config, calibrator, params_modifiers) if has_cache else []
@@ -138,10 +138,11 @@ def enable_cache(
         transformers = _list_called_models(pipe, config)
         _check_devices(transformers, kernel)
         _warn_of_idle_caches(caches)
+        # The caches are built: from here on the pipeline changes.
+        # What only quantized weights is not enabled again after a refusal.
+        earlier = [one for one in _find_enabled(pipe) if one.caches or any(one.arguments[4:])]
+        disable_cache(pipe)
         accepted_edits = edits.pop_all()
-    # All checks are over: from here on the pipeline changes.
-    earlier = _find_enabled(pipe)
-    disable_cache(pipe)
     try:
         with accepted_edits as stack:
             runner = _divide_and_quantize(stack, pipe, transformers, division, kernel, quantization)
@@ -152,7 +153,6 @@ def enable_cache(
             for owner in (pipe, *transformers):
                 override_attribute(enabled.stack, owner, _ENABLED, enabled)
     except BaseException:
-        # After a refusal, enable the earlier caches again.
         for before in earlier:
             enable_cache(*before.arguments)
         raise
@@ -208,7 +208,7 @@ def _find_enabled(pipe: Any) -> list[_Enabled]:
 
 
 def _parse_mappings(**configs: Any) -> dict[str, Any]:
-    """Return configs by name. Dicts among them are read like sections of a config file.
+    """Return configs by name, in order. A dict is read like a section of a config file, a text like `--cache-line`.
 
     Raises:
         ModelError: if a value is neither a config nor a dict, or is not allowed.
@@ -268,7 +268,7 @@ def refresh_context(
     Args:
         transformer: the argument of `enable_cache`.
         num_inference_steps: the steps of the image; in a pipeline the scheduler has the number.
-        cache_config: a config of the old class changes the fields that it names; one of another class replaces the old.
+        cache_config: a config of the present one's class changes only the fields it sets; one of another replaces it.
         calibrator_config: changes or replaces the calibrator in the same way.
         verbose: log the settings.
         changes: fields of the `cache_config` that are different from now on.
@@ -384,14 +384,13 @@ def list_cached_models(pipe: Any) -> list[nn.Module]:
     parts = list_pipeline_parts(pipe).values()
     models = list(dict.fromkeys(unwrap_module(part) for part in parts if isinstance(part, nn.Module)))
     if not models and not hasattr(pipe, _ENABLED):
-        # This raises for anything but a pipeline.
+        # This raises for anything but a pipeline; an enabled one may have lost its models since.
         find_transformers(pipe)
     return models
 
 
 def _list_called_models(pipe: Any, config: CacheConfig | None) -> list[nn.Module]:
-    """List the models with cached calls. A cache of blocks needs transformers, other caches work with any model of
-    the loop."""
+    """List the models that a config is for: any of the loop for a cache of whole calls, otherwise transformers."""
     if not isinstance(config, CallCacheConfig):
         return list(map(unwrap_module, find_transformers(pipe)))
     if isinstance(pipe, nn.Module):
@@ -442,7 +441,7 @@ def _build_caches(
 
 
 def _list_later_shares(model: nn.Module) -> Collection[str]:
-    """Return the modules whose weights begin on another rank; none if this rank has the first share."""
+    """Return the paths of modules whose first weights are on another rank, as this one has a later part of them."""
     share = find_share(model)
     if share is None or share.cuts.index == 0:
         return ()
@@ -567,7 +566,7 @@ def _divide_and_quantize(
 ) -> Runner | None:
     """Divide a pipeline over the ranks, set its kernel, and quantize its weights.
 
-    Calls of a divided pipeline become calls of its runner, because the instance gets its own subclass.
+    The instance of a divided pipeline gets a subclass, whose calls are calls of its runner.
 
     Returns:
         The runner; None if nothing is divided.

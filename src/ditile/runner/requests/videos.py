@@ -1,7 +1,7 @@
 """Reads and writes videos as files: MP4 by PyAV, animated WebP and GIF by Pillow, each with a poster, which is a PNG of
 the first frame and keeps how the video was made.
 
-Nothing here imports torch, and PyAV is imported only to write an MP4.
+Nothing here imports torch. PyAV is imported only to write an MP4 and to read videos other than GIF and WebP.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def encode_video(video: Video, format: str, fps: float, texts: Mapping[str, str]
     """
     if format == "mp4":
         return _encode_mp4(video, fps, texts, sound)
-    # Pillow leaves out a frame that equals the one before, and shows that one for longer.
+    # Pillow merges equal frames and adds their durations, so a file may have fewer frames than the video.
     images = [Image.fromarray(frame) for frame in video]
     if format == "webp":
         options = {"lossless": True, "duration": _divide_time(len(video), fps, unit_ms=1)}
@@ -158,13 +158,13 @@ def read_video(path: str | Path, option: str, count: int | None = None) -> list[
     try:
         content = io.BytesIO(files.read_file(path, MAX_PICTURE_BYTES))
         # One more than the limit shows that there are too many.
-        frames = [*itertools.islice(decode(content), count or MAX_FRAMES + 1)]
+        frames = [*itertools.islice(decode(content), min(count or MAX_FRAMES + 1, MAX_FRAMES + 1))]
     except DECODE_ERRORS as error:
         raise ModelError(f"{option}={str(path)!r} cannot be read as a video: {files.describe_error(error)}") from error
-    if not frames or len(frames) < (count or 0):
-        raise ModelError(f"{option}={str(path)!r} has {len(frames)} frames, and frames={count}: ask for fewer")
     if len(frames) > MAX_FRAMES:
-        raise ModelError(f"{option}={str(path)!r} has more than {MAX_FRAMES} frames; add --frames N for the first ones")
+        raise ModelError(f"{option}={str(path)!r} has more than {MAX_FRAMES} frames; give a smaller --frames N")
+    if not frames or len(frames) < (count or 0):
+        raise ModelError(f"{option}={str(path)!r} has {len(frames)} frames, and {count or 1} are needed; ask for fewer")
     return frames
 
 
