@@ -41,8 +41,7 @@ def test_one_measure_for_all_lists() -> None:
 
 
 def test_two_threads_do_not_mix_two_pictures() -> None:
-    """The second call is refused before it touches anything, with one clear error; the first one's picture is right,
-    and so is the next one from another thread."""
+    """The second call is refused before it touches anything, and no other picture is changed by it."""
     pipe = MAKE["flux"]()
     ditile.enable_cache(pipe, CACHE)
     wanted = draw(pipe, "flux")

@@ -199,8 +199,7 @@ def test_a_probe_of_zeros_says_nothing() -> None:
 
 
 def test_what_enters_behind_the_probe_counts() -> None:
-    """The size of each argument, by image. A failure means that control that begins, ends or jumps is not noticed, or
-    that a small one is not beside a large one."""
+    """The size of each argument, by image. A failure means that control that begins, ends or jumps is not noticed."""
     one, probe = decider(), torch.ones(2, 4, 4)
     sizes = [(4.0, 900.0)] * 2, [(5.0, 900.0), (5.0, 950.0)], [(0.0, 900.0), (5.0, 900.0)], [(4.0, 900.0)] * 2
     wanted = [False, False], [True, True], [False, True], [False, True]

@@ -113,8 +113,7 @@ def asked(pipe: Any, height: int, width: int) -> dict[str, Any]:
 
 
 def test_a_size_is_checked_where_a_token_is_known() -> None:
-    """A failure: a size of Qwen-Image's own list is refused, a patch size of three numbers ends in a traceback, or a
-    size that patches cannot divide is taken."""
+    """A failure: a model's own size is refused, or a size that patches cannot divide is taken; or a traceback."""
     qwen = QwenImagePipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, planned.qwen(2, 2, 4)[0])
     for height, width in ((1328, 1328), (1472, 1104)):
         assert asked(qwen, height, width)["height"] == height

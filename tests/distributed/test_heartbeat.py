@@ -131,8 +131,7 @@ BROKEN, ENDED, CAUSE = (
 
 @pytest.mark.parametrize(("first", "second"), [(BROKEN, ENDED), (ENDED, CAUSE), (BROKEN, CAUSE)])
 def test_who_is_blamed(clock: Clock, first: tuple[str, str], second: tuple[str, str]) -> None:
-    """torchrun sends SIGTERM to the others when a rank fails; a peer's connection breaks at once. A failure means that
-    the line names a rank which only noticed."""
+    """torchrun ends the others when a rank fails. A failure means that the line names a rank which only noticed."""
     ranks = two_ranks()
     for rank, words in zip(ranks, (first, second), strict=True):
         rank.outcome = heartbeat.RankFailure(clock.now, *words)

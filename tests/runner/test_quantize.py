@@ -90,8 +90,7 @@ def test_types_by_component_and_layer() -> None:
 
 @pytest.mark.parametrize("name", ["Kandinsky5Transformer3DModel", "WanTransformer3DModel"])
 def test_what_diffusers_keeps_in_float32_is_left(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A failure means that modulation loses the precision that the model was given for it, or that one such layer
-    refuses all the others a type for bfloat16."""
+    """A failure means that modulation loses its precision, or that one such layer refuses bfloat16 to all others."""
     model: Any = EVERY[name].make()
     model.save_pretrained(tmp_path)
     model = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)

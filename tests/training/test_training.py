@@ -59,8 +59,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_decays() -> None:
 
 
 def test_shapes_wan_trains_on_from_what_is_bundled(tmp_path: Path) -> None:
-    """A step's loss is that of a trained model, and what is saved loads. A failure would mean other latents, text or
-    padding than the bundled model was trained with."""
+    """A failure means other latents, text or padding than the bundled model was trained with, or a file that fails."""
     torch.manual_seed(0)
     basis, table = load_group_basis(CPU), make_caption_table(WAN, CAPTIONS, CPU)
     wan = WanTrainer(WAN / "transformer", table, basis, lr=0.0, batch=4)

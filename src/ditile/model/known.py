@@ -34,9 +34,9 @@ class KnownModel:
         height, width: the default size of an image, in pixels.
         cuts_rows: whether patches are whole rows of its tokens; `check_call` checks only such models.
         bins_sizes: whether its pipeline by default replaces the given size by the nearest of a list of sizes.
-        is_video: whether it makes videos; filled in for bundled models only.
+        is_video: whether it is a bundled model that makes videos; False for all published ones, even of videos.
         base: the bundled model that provides the components that this model lacks.
-        words: a prompt must contain one of them; empty if the model knows more words than can be listed.
+        words: the words it knows; a prompt without any gets a note. Empty if it knows more than can be listed.
         example: a prompt that suits it.
     """
 

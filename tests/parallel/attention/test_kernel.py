@@ -146,8 +146,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("name", LSE_ARGUMENTS)
 def test_kernels_of_others_are_asked_for_their_log_sum_exp(name: AttentionBackendName) -> None:
-    """Through diffusers' functions for them. A failure means that ring fails in its first step with a kernel that is
-    offered, or takes heads for tokens."""
+    """A failure means that ring fails in its first step with an offered kernel, or takes heads for tokens."""
     q = torch.randn(1, 5, 2, 4)
     out, lse = choose_kernel(name.value, CPU, torch.float32, lse=True).attend_with_lse(
         q, q[:, :, :1], q[:, :, :1], scale=0.3

@@ -134,8 +134,7 @@ def test_the_same_on_three_ranks(pool: Pool, name: str) -> None:
 
 
 def test_a_mask_that_keeps_nothing_says_nothing_of_another() -> None:
-    """With it the pipeline blends nothing; the next one blends. A failure means that what is kept of a picture is lost,
-    or drawn with the noise of another step."""
+    """With it the pipeline blends nothing. A failure means lost latents, or ones with another step's noise."""
     pipe, call = flux_inpaint()
     tiny.quiet(pipe)
     whole = call | {"mask_image": torch.ones_like(call["mask_image"])}

@@ -88,8 +88,7 @@ def guidance_ends(plan: dict[str, Any]) -> Any:
     ids=str,
 )
 def test_rows_and_branches_that_change_in_mid_run_are_refused(pool: Pool, plan: dict[str, Any]) -> None:
-    """On whatever stage comes there first, which ends the run. A failure means that it computes with other rows, or
-    attends to keys of no prompt with one."""
+    """On whatever stage. A failure means that it computes with other rows, or attends to keys of no prompt."""
     with pytest.raises(CaseError, match="guidance ends in mid-run, which cannot be divided"):
         pool.run(guidance_ends, Plan(**plan).world, plan)
 

@@ -68,8 +68,7 @@ def test_more_ranks(pool: Pool, name: str, ranks: int) -> None:
 
 
 def grouped_heads(plans: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor, int]]:
-    """Krea 2, whose four heads of queries share two of keys: under each plan the image, the plain one, and the bytes
-    of its first axis."""
+    """Krea 2, whose four heads of queries share two of keys: the image and the bytes of its first axis."""
     torch.set_default_dtype(torch.float64)
     try:
         entry = ZOO["krea-2"]

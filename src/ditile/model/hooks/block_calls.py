@@ -5,9 +5,9 @@ directly, and the forward's full-size tensors pass through unchanged. If the for
 (by a concatenation, a slice, a ControlNet's residual), and after the last block, it gets a full-size tensor that holds
 the patch's tokens at their positions. So its operations there must act on each token separately.
 
-A first, cheap pass of each kind of call, in which blocks return their inputs, finds the number of tokens and the blocks
-before which the forward makes new tokens. A rehearsal writes NaN to a patch's tokens after the last block: the NaN in
-the result then mark the patch's latents.
+A survey, a cheap first pass of each kind of call in which blocks return their inputs, finds the number of tokens and
+the blocks before which the forward makes new tokens. A rehearsal writes NaN to a patch's tokens after the last block:
+the NaN in the result then mark the patch's latents.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class BlockCalls:
         """Wrap the transformer's forward: run it in micro-batches, after a survey of each kind of call."""
 
         def forward_from_start(num_visits: int, *args: Any, **kwargs: Any) -> Any:
-            self._visits = 0
+            self._visits = 0  # the recorder may call this a second time
             self._policy.restart_transformer_call()
             result = forward(*args, **kwargs)
             # Check only real calls: a played call visits no block, and a capture may end in the middle.
@@ -125,7 +125,7 @@ class BlockCalls:
             form = forms.get(call_key)
             if form is None or now.dry.surveys_again:
                 self._policy.begin_survey()
-                form = forms[call_key] = self._survey_call(forward, inputs, form, not now.is_whole)
+                form = forms[call_key] = self._survey_call(forward, inputs, form, checks=not now.is_whole)
             now.form = form
             # Cut the tokens before the call, because its hooks ask for their positions.
             self._policy.begin_branch(form)
@@ -172,9 +172,9 @@ class BlockCalls:
         return forward_at_hook
 
     def _check_visits(self, expected: int) -> None:
-        """Raise `StateError` if the forward ran another number of blocks, since stages may meet at them."""
+        """Raise `StateError` if the forward ran another number of blocks: stages exchange messages at blocks."""
         if self._visits != expected:
-            # The advice does not name tensor parallelism, which counts the blocks of a call too.
+            # `self._advice` is not used: it may name tensor parallelism, and such a plan counts blocks too.
             raise StateError(
                 f"{self._model_name} ran {self._visits} blocks at {self._now.micro_step}, and "
                 f"{expected} when it was first called so; it must run the same blocks in every call, so use a plan of "
@@ -228,7 +228,9 @@ class BlockCalls:
             )
         return is_whole
 
-    def _survey_call(self, forward: Forward, inputs: dict[str, Any], prior: CallForm | None, checks: bool) -> CallForm:
+    def _survey_call(
+        self, forward: Forward, inputs: dict[str, Any], prior: CallForm | None, *, checks: bool
+    ) -> CallForm:
         """Run the forward with blocks that pass their inputs on, to learn the form of a call."""
         padding = frozenset[int]()
         if self._now.schedule.references is not None and self._anatomy.is_one_sequence:
@@ -256,7 +258,7 @@ class BlockCalls:
                 image = torch.nan_to_num(image)
             return give_streams(hook.anatomy, image, text)
 
-        # In this pass attention must not mix tokens that are not made of the latents with others.
+        # Attention ahead of the blocks must not spread the NaN of the latents to other tokens.
         with AttentionWatch(_keep_own_values):
             self._run_pass(pass_first_block, forward, poison_latents(inputs, self._latents))
         # The survey that follows refuses a call without blocks.
@@ -265,7 +267,7 @@ class BlockCalls:
         return frozenset((~flags[-1]).nonzero().flatten().tolist())
 
     def _read_grid(self, inputs: Mapping[str, Any], form: CallForm) -> Grid:
-        """Return the rows of image tokens: rows declared by the family, rows of a video's frames, or single tokens.
+        """Return the rows of image tokens: those that an argument shows, rows of a video's frames, or single tokens.
 
         Latents of a video are `[B, .., H, W]` or `[B, F, H, W, C]`.
         """
@@ -329,7 +331,7 @@ def read_token_grid(transformer: nn.Module, shown: Tensor) -> Grid:
     ids = shown
     if shown.ndim == 3:
         ids = shown[0]
-    # Positions may be rounded (bfloat16 above 256), but the first two rows always differ.
+    # Column 1 has each token's row. It may be rounded (bfloat16 above 256), but the first two rows always differ.
     columns = int((ids[:, 1] == ids[0, 1]).int().cumprod(0).sum())
     return Grid(ids.shape[0] // columns, columns)
 
@@ -390,7 +392,9 @@ class _SurveyPass:
         self._latents = range(0) if anatomy.is_one_sequence else None
         self._before: tuple[Tensor, Tensor | None, int] | None = None  # the streams at the previous block
         self._glued: set[int] = set()  # blocks before which the forward makes new tokens
-        self._fed: dict[str, Tensor] = {}  # later blocks -> whether NaN of the latents come around the first block
+        self._fed: dict[
+            str, Tensor
+        ] = {}  # later blocks -> whether anything made of the latents comes past the first block
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
         """Record token lengths and NaN from the latents, check the arguments, and return the streams."""
@@ -404,8 +408,8 @@ class _SurveyPass:
                 misfit = find_misfit(value, anatomy.arguments.get(name, ()), self._lengths)
                 if misfit is not None:
                     raise ModelError(
-                        f"{self._model}: {hook.name} is given {name} with {misfit}; which of it belongs to a patch is "
-                        f"not known, so {self._advice}, or leave out what brings it"
+                        f"{self._model}: {hook.name} is given {name} with {misfit}; how to cut it for a patch is not "
+                        f"known, so {self._advice}, or leave out the option that adds it"
                     )
         # The inputs of the first block are made of the latents in any case.
         if hook.index:
@@ -496,7 +500,7 @@ def _rehearse_block(last: int, now: Generation, hook: BlockHook, call: dict[str,
     layout = now.tokens.layout
     start = layout.text if anatomy.joint == "text_first" else 0
     image = torch.nan_to_num(image)
-    # The runs of a patch's tokens, or of the rows whose number has the bit.
+    # The runs of a patch's tokens, or of every row in whose number bit `dry.bit` is set.
     runs = list(layout.locate_tokens(now.dry.patch))
     if now.dry.bit is not None:
         runs = []

@@ -1,7 +1,7 @@
 """The tapes of a runner and their memory, with a limit.
 
-What was least recently used is dropped first, over all models, sizes and places: tapes, and the keys and values kept in
-place for tapes. Time is counted in calls of the pipeline, so nothing that the current call uses is dropped.
+Tapes, and the keys and values that stay at one address for them, are dropped in one order over all models and sizes:
+the least recently used first. Time is counted in calls of the pipeline, so nothing of the current call is dropped.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ditile.plan.errors import StateError
 SHARE_OF_MEMORY = 0.25
 """The maximum share of a GPU's memory for tapes, including keys and values kept for them.
 
-FLUX.1's stale keys are 3.2 GB at 1024 px on one GPU, and 12 GB at 2048 px; allocations of a step come on top. So 80 GB
-have room for four sizes like the first or one like the second, 24 GB of weights, and a step that is not recorded."""
+On one GPU FLUX.1's stale keys take 3.2 GB at 1024 px and 12 GB at 2048 px, plus what a recorded step allocates. A
+quarter of 80 GB holds four sizes like the first or one like the second; the rest is for weights and other steps."""
 FORMS_KEPT = 1024
 """The maximum number of known forms. Their tapes have a limit in bytes, so this only keeps the table small."""
 
@@ -41,12 +41,12 @@ class StaticInput:
         self._state: tuple[Any, ...] = ()
 
     def fill(self, source: Tensor, moment: Hashable, *, checks: bool = False) -> None:
-        """Copy a tensor, unless it was the last one copied at this moment, and has not changed since.
+        """Copy a tensor, unless it was also the last one copied in this step, and was not written since.
 
         Args:
             source: the tensor.
-            moment: the step; between steps numbers may change while the version stays, as by a callback.
-            checks: whether a copy that is left out is checked.
+            moment: identifies the step. In a new step a tensor may have changed without a new version, by a callback.
+            checks: whether to compare the numbers when a copy is left out.
         """
         # Inference tensors have no version, so their changes are not seen.
         if source.is_inference():
@@ -67,19 +67,19 @@ class StaticInput:
 
 @dataclass(slots=True)
 class CallTape:
-    """The calls of one form.
+    """What is known of the calls of one form (their arguments except for the numbers), and their tape if there is one.
 
     Attributes:
-        place: where the model is called, see `_describe_place`.
+        place: the model, branch, patch, kind of step and cache decision, see `recorded_steps._describe_place`.
         size: the size of the images; tapes of calls with one size share memory.
         problem: why the calls cannot be recorded; empty if they can.
         is_given_up: whether it is certain that they cannot be recorded.
         num_looks: the number of calls that were watched.
-        made_stores: (branch, layer) of the key stores that the calls made; a tape makes none.
-        model_problem: why the calls cannot be recorded now, as adapters and hooks come and go.
+        made_stores: (branch, layer) of the key stores that the calls made; they must exist before a tape is recorded.
+        model_problem: why the model cannot be recorded with its present adapters and hooks; empty if it can.
         tape: the recording of the calls; None until there is one.
         inputs: memory for each tensor that a call is given.
-        marks: (branch and layer, segment, age) of the keys that are in the store after a call.
+        marks: (branch and layer, segment, age) of the segments of keys that a call marks as written.
         result: the result of a call, in the tape's memory.
         stored: the state of a cache of blocks after a call, as listed by `BlockCache.list_stored_keys`.
         buffers: the names of the call's buffers that stay from step to step.
@@ -91,7 +91,7 @@ class CallTape:
 
     place: Hashable
     size: Hashable
-    last_used: int = 0
+    last_used: int = 0  # the generation
     problem: str = ""
     is_given_up: bool = False
     num_looks: int = 0
@@ -109,7 +109,7 @@ class CallTape:
     num_lost: int = 0
 
     def drop_tape(self) -> None:
-        """Drop the tape, and memory used only by it."""
+        """Drop the tape and its result. The inputs stay."""
         self.tape = None
         self.result = None
         self.marks = []
@@ -127,9 +127,9 @@ class KeptTapes:
     """The forms of calls that are known, with their tapes and memory.
 
     Args:
-        make_segments: makes the capturer of calls, for each size of images.
+        make_segments: makes the `Segments` that capture calls; one for each size of images.
         limit_bytes: the maximum memory of tapes, including the keys and values kept for them.
-        has_room: (bytes of all pools, of one pool) -> whether one more call can be captured in that pool.
+        has_room: (bytes of all `Segments`, of those of one size) -> whether one more call of that size has room.
 
     Attributes:
         generation: the number of the current call of the pipeline.
@@ -148,7 +148,7 @@ class KeptTapes:
         self._calls: dict[Hashable, CallTape] = {}
         # Tapes reference the memory they read, so memory that none reads is freed.
         self._statics: WeakValueDictionary[Hashable, StaticInput] = WeakValueDictionary()
-        # Tapes of one size share memory, which is freed with the last of them, and not while one is recorded.
+        # Tapes of one size share memory. The last of them frees it; a tape that is being recorded holds it too.
         self._segments: WeakValueDictionary[Hashable, Segments] = WeakValueDictionary()
         self._pool_bytes: dict[Hashable, int] = {}
         self._tape_bytes = 0
@@ -164,7 +164,7 @@ class KeptTapes:
         self.kept_buffers.generation = self.generation
 
     def end_generation(self) -> None:
-        """End a call of the pipeline. Keys not read by any tape are not kept for the next one."""
+        """End a call of the pipeline. Its keys and buffers are kept for the next if a call with a tape was used."""
         if not any(call.last_used == self.generation for call in self._list_taped_calls()):
             self.kept_buffers.drop_memory_of(self.generation)
 
@@ -183,7 +183,7 @@ class KeptTapes:
         self._calls[key] = call
 
     def get_segments(self, size: Hashable) -> Segments:
-        """Return the capturer of calls on images of a size. It stays until no tape holds it."""
+        """Return the `Segments` that capture calls on images of a size. It stays until no tape holds it."""
         segments = self._segments.get(size)
         if segments is None:
             segments = self._make_segments()
@@ -191,7 +191,7 @@ class KeptTapes:
         return segments
 
     def get_static(self, owner: Hashable, like: Tensor) -> StaticInput:
-        """Get memory like a tensor's, for one purpose."""
+        """Get memory like a tensor's for an owner: an argument of a model in a branch."""
         # Calls of all patches share this memory, so a tensor that all patches are given is copied once.
         key = (owner, like.shape, like.dtype, like.stride())
         static = self._statics.get(key)

@@ -5,8 +5,8 @@ the block that followed it the last time are copied to the other, on a separate 
 block's kernels wait for its copy, and a copy waits for the kernels of the block that was in its buffer before. So the
 device never holds more than two blocks, however far the host runs ahead.
 
-diffusers' group offloading is not used. With a stream the host waits at every block for a copy or the whole device,
-messages of other ranks included. If it does not wait, it runs ahead, and the device holds more than two blocks. And the
+diffusers' group offloading is not used. With a stream the host waits at every block, for a copy or for the whole device
+with other ranks' messages. With `record_stream` it runs ahead, and the device holds more than two blocks. And the
 weights outside of blocks, which every patch needs, would be copied each time too.
 """
 
@@ -45,7 +45,7 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def allocate_host_memory(self, size: int) -> Tensor:
-        """Allocate bytes from which a copy can be started; torch rounds pinned memory up to a power of two."""
+        """Allocate memory of the host, pinned for copies to a GPU. torch rounds pinned memory up to a power of two."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def count_allocated_bytes(self, size: int) -> int:
@@ -91,7 +91,7 @@ class _HostBlock:
     """The weights of a block, contiguous in the host's memory.
 
     Attributes:
-        tensors: the block's tensors between its forwards.
+        tensors: the block's tensors in the host's memory, which it has whenever it does not compute.
         flat: the bytes of these tensors.
         on_device: number of a buffer on the device -> the same tensors as views of the buffer.
     """
@@ -156,7 +156,7 @@ class _HostBlock:
 
     @staticmethod
     def _place_tensors(tensors: Sequence[_HostTensor], flat: Tensor, *, copied: bool) -> list[Tensor]:
-        """Make views of other memory in the form of the tensors, one after the other, with or without their values."""
+        """Return views of `flat` with the shapes of the tensors, one after the other, with their values if `copied`."""
         start = 0
 
         def place_part(_: str, part: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class BlockOffload:
         return sum(self._copies.count_allocated_bytes(block.count_bytes()) for block in self._blocks.values())
 
     def pack_weights(self) -> None:
-        """Move weights that have changed to memory from which copies can start."""
+        """Pack the weights of each block whose tensors were replaced since the last time."""
         for block in self._blocks.values():
             block.pack_weights()
 
@@ -256,7 +256,7 @@ class BlockOffload:
                 block.on_device.clear()
 
     def wrap_forward(self, now: Generation, hook: BlockHook, is_last: bool, forward: ForwardCall) -> ForwardCall:
-        """Wrap a block's forward so that its weights are on the device; see `BlockGraphs.wrap_forward`."""
+        """Wrap a block's forward so that its weights are on the device; a `WrapForward`."""
         block = self._blocks[hook.block]
 
         def forward_streamed(*args: Any, **call: Any) -> Any:
@@ -270,7 +270,7 @@ class BlockOffload:
                 index = len(self._buffers) - 1 - self._current  # the other buffer, if there are two
                 self._start_copy(index, block)
             following = self._next[block]
-            if self._find_buffer(following) is None:  # a single block, with a single buffer, follows itself
+            if self._find_buffer(following) is None:  # never with one buffer: its block follows itself
                 self._start_copy(1 - index, following)
             self._current = index
             buffer = self._buffers[index]
@@ -306,6 +306,7 @@ def explain_offload_refusal(models: Sequence[TransformerHooks]) -> str | None:
             return f"offload=blocks: {name} computes with {outside[0]} outside of its block as well; leave it out"
         for hook in model.chain:
             for path, x in hook.block.named_parameters():
+                # torchao's are no subclasses of it, and are copied part by part.
                 is_subclass = type(x) is not nn.Parameter and issubclass(type(x), nn.Parameter)
                 if is_subclass and find_row_blocks(x) is None:
                     return (

@@ -29,7 +29,7 @@ class RingKeys:
     Args:
         kernel: attends to a block and returns the log-sum-exp.
         traffic: counts bytes.
-        find_bases: finds what last arrived at the site of a message of the layer.
+        find_bases: finds the last message at the same point of the layer; a new one may be sent as its difference.
     """
 
     def __init__(self, axis: Axis, kernel: AttentionKernel, traffic: Traffic, find_bases: FindBases) -> None:
@@ -78,7 +78,7 @@ class AxisGather:
 
     Attributes:
         traffic: counts bytes, by the name of the axis.
-        find_bases: finds what last arrived at the site of a message of the layer.
+        find_bases: finds the last message at the same point of the layer; a new one may be sent as its difference.
     """
 
     axis: Axis
@@ -98,9 +98,9 @@ class AxisGather:
 
 @lru_cache(maxsize=4096)
 def collect_rank_runs(tokens: LayerTokens, num_ranks: int) -> tuple[tuple[range, ...], ...]:
-    """Return the tokens of each of `num_ranks` ranks along the outer axis.
+    """Return the positions of the tokens at each of `num_ranks` places along the outer axis (ring or gather).
 
-    Each entry includes the tokens of the inner ranks at that place of the axis.
+    Each entry joins those of all ranks along the inner axis (ulysses) at that place.
     """
     num_inner = len(tokens.runs) // num_ranks
     collected = []

@@ -198,7 +198,7 @@ def _format_size(job: Job) -> str:
 def _check_uploads(body: Body, *taken: str) -> None:
     """Check that a body has only uploads that are taken, and an image if anything is taken."""
     for param, uploads in (("image", body.images), ("mask", body.masks)):
-        # Ignoring them would change the image.
+        # Ignored, they would give another image than the client wanted.
         if uploads and param not in taken:
             message = f"{param} is not taken here; send it to /v1/images/edits"
             raise RequestError(message, param=param, code="unsupported_value")
