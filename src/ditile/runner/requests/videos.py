@@ -164,7 +164,7 @@ def read_video(path: str | Path, option: str, count: int | None = None) -> list[
     if len(frames) > MAX_FRAMES:
         raise ModelError(f"{option}={str(path)!r} has more than {MAX_FRAMES} frames; give a smaller --frames N")
     if not frames or len(frames) < (count or 0):
-        raise ModelError(f"{option}={str(path)!r} has {len(frames)} frames, and {count or 1} are needed; ask for fewer")
+        raise ModelError(f"{option}={str(path)!r} has {len(frames)} frames, and frames={count or 1}: ask for fewer")
     return frames
 
 
