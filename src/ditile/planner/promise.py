@@ -40,7 +40,7 @@ class Bounds:
     """Bounds on the time or the loss of an image, by which plan and computed steps are chosen."""
 
     seconds: Seconds | None = define_option(
-        None, "compute as many steps as take at most so long, under the fastest plan", example=4
+        None, "compute as many steps as fit in this time, under the fastest plan", example=4
     )
     min_psnr: Decibels | None = define_option(
         None,

@@ -94,7 +94,7 @@ def enable_cache(
         pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` with
             the location of its blocks. A new cache replaces the present one.
         cache_config: a config of a method that leaves out whole calls of the model, such as `FittedScheduleConfig`, or
-            blocks, such as `DBCacheConfig`; or a line as in `--cache`, such as "F=1 W=4 R=0.12". The default is a
+            blocks, such as `DBCacheConfig`; or a line as in `--cache-line`, such as "F=1 W=4 R=0.12". The default is a
             `DBCacheConfig` with an eighth of the blocks as its probe, or no cache if one of the last three arguments is
             given.
         calibrator_config: forecasts the outputs of skipped blocks; None reuses the last computed ones.
@@ -139,7 +139,7 @@ def enable_cache(
         _check_devices(transformers, kernel)
         _warn_of_idle_caches(caches)
         # The caches are built: from here on the pipeline changes.
-        # What only quantized weights is not enabled again after a refusal.
+        # After a refusal these are enabled again: those with a cache, a division or a kernel (the last two arguments).
         earlier = [one for one in _find_enabled(pipe) if one.caches or any(one.arguments[4:])]
         disable_cache(pipe)
         accepted_edits = edits.pop_all()

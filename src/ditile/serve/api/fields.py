@@ -76,10 +76,10 @@ class RequestFields(BaseModel):
         None, description="steps that call the model; the others are forecast", examples=[10]
     )
     within_seconds: Annotated[Real, Field(gt=0)] | None = Field(
-        None, description="seconds; as many steps compute as fit in them", examples=[4]
+        None, description="seconds; compute as many steps as fit", examples=[4]
     )
     min_psnr: Annotated[Real, Field(gt=0)] | None = Field(
-        None, description="dB; the fewest steps compute that keep this mean PSNR to all steps", examples=[45]
+        None, description="dB; compute the fewest steps with this mean PSNR to the image of all", examples=[45]
     )
     timeout: Annotated[Real, Field(gt=0)] | None = Field(
         None, description="seconds after which the job is ended", examples=[60]
